@@ -30,8 +30,8 @@ from commgrid.version import VERSION
 
 if TYPE_CHECKING:
     from commgrid.advisor.cluster import Cluster
+    from commgrid.layout.rank_layout import RankLayout
     from commgrid.observe import trace, verify
-    from commgrid.planning.layout import RankLayout
     from commgrid.planning.plan import GroupPlan
     from commgrid.planning.spec import GridSpec
     from commgrid.recovery import rebuild, recover
@@ -100,7 +100,7 @@ _ON_DEMAND = {
     "Cluster": "commgrid.advisor.cluster",
     "GridSpec": "commgrid.planning.spec",
     "GroupPlan": "commgrid.planning.plan",
-    "RankLayout": "commgrid.planning.layout",
+    "RankLayout": "commgrid.layout.rank_layout",
     "Timeouts": "commgrid.rendezvous.timeouts",
     "HyperCommGrid": "commgrid.runtime.grid",
     "audit_sizes": "commgrid.runtime.audited",

@@ -33,7 +33,7 @@ from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.errors import NotInGroupError, UnknownGroupError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.torch_compat.int8 import has_quick_products, products
 
 if TYPE_CHECKING:

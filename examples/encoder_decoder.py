@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import commgrid
 from commgrid.bridge import Bridge
 from commgrid.collectives import all_reduce
-from commgrid.planning.ranks import parse_ranks
+from commgrid.layout.ranks import parse_ranks
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import NotInGroupError, UnknownGroupError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 from commgrid.runtime.grid import HyperCommGrid
 from megatron_adapter.errors import MegatronVersionError
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical

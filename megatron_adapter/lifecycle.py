@@ -11,9 +11,9 @@ from typing import Any, cast
 import torch.distributed as dist
 
 import commgrid
-from commgrid.planning.layout import RankLayout
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.ranks import as_index
 from commgrid.planning.options import DEFAULT_SHARE
-from commgrid.planning.ranks import as_index
 from commgrid.runtime.audited import audit_sizes
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.seconds import Seconds

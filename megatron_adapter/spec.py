@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
+from commgrid.layout.ranks import as_index
 from commgrid.planning.options import DEFAULT_SHARE
-from commgrid.planning.ranks import as_index
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml_io import load_yaml
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError

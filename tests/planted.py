@@ -47,7 +47,7 @@ MUTANTS = (
     ),
     Mutant(
         "an axis of several modes weighs its digits by a sum",
-        "commgrid/planning/layout.py",
+        "commgrid/layout/rank_layout.py",
         "weight *= mode.size",
         "weight += mode.size",
         ("tests/test_layout.py",),

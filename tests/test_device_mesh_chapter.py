@@ -7,7 +7,7 @@ import pytest
 from commgrid import GridSpec
 from commgrid.advisor.cluster import CLUSTERS
 from commgrid.advisor.crossing import find_crossings
-from commgrid.planning.layout import RankLayout
+from commgrid.layout.rank_layout import RankLayout
 from tests.enumeration import coordinates, groups_along
 
 

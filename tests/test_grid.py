@@ -26,7 +26,7 @@ from commgrid import (
     SpecError,
     UnknownGroupError,
 )
-from commgrid.planning.ranks import RankTuple
+from commgrid.layout.ranks import RankTuple
 from commgrid.runtime import registry
 from commgrid.runtime.communicator import Communicator, _Exchange, exchange_ranks
 from commgrid.testing import run_on_ranks

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commgrid.errors import NotInGridError, SpecError
-from commgrid.planning.layout import Axis, Mode, RankLayout, RankSet
-from commgrid.planning.ranks import RankTuple
+from commgrid.layout.rank_layout import Axis, Mode, RankLayout, RankSet
+from commgrid.layout.ranks import RankTuple
 from tests.enumeration import coordinates, factorizations, groups_along, subsets
 
 sizes = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from commgrid import GridSpec, GroupPlan, RankLayout
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import RankTuple, as_ranks
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import RankTuple, as_ranks
 
 
 def test_an_evenly_spaced_list_is_a_range() -> None:

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 import commgrid
 from commgrid import GridSpec, SpecError, UnknownGroupError
-from commgrid.planning.names import ambiguity
+from commgrid.layout.axis_names import ambiguity
+from commgrid.layout.ranks import divisors
 from commgrid.planning.options import OPTIONS
-from commgrid.planning.ranks import divisors
 
 DESIGN_YAML = """
 axes: {tp: 4, cp: 2, dp: -1, pp: 2}

@@ -12,7 +12,7 @@ import math
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.forms import KINDS, Link, Spread, highest
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 COLLECTIVES = tuple(KINDS)
 """Collectives with a cost; `forms.KINDS` says how their sizes are counted."""

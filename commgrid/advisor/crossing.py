@@ -14,8 +14,8 @@ from commgrid.advisor.cluster import Cluster, Hosts, Level
 from commgrid.advisor.forms import highest
 from commgrid.advisor.placement import Places
 from commgrid.errors import SpecError
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import RankTuple, divisors
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import RankTuple, divisors
 from commgrid.planning.spec import GridSpec
 
 

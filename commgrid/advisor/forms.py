@@ -25,8 +25,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from commgrid.errors import SpecError
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.checks import above_zero, check_keys
-from commgrid.planning.names import nearest
 
 
 class Link(NamedTuple):

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.checks import check_keys, named
-from commgrid.planning.names import nearest
 from commgrid.planning.yaml_io import Table, from_file
 
 ATTENTION = ("flash", "plain")

@@ -12,9 +12,9 @@ from typing import NamedTuple
 from commgrid.advisor.cluster import Cluster, Hosts, Span, widest
 from commgrid.advisor.config import ORDERS, ParallelConfig
 from commgrid.errors import SpecError
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.ranks import Mode, RankSet
 from commgrid.planning.groups import GroupDef
-from commgrid.planning.layout import RankLayout
-from commgrid.planning.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
 Spread = tuple[int, ...]

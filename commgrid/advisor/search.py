@@ -17,8 +17,8 @@ from commgrid.advisor.model import Model
 from commgrid.advisor.placement import Placement, of_config
 from commgrid.advisor.step import StepCost, step_cost
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
-from commgrid.planning.ranks import MOST_RANK, divisors
+from commgrid.layout.axis_names import nearest
+from commgrid.layout.ranks import MOST_RANK, divisors
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute")

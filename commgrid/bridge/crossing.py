@@ -15,7 +15,7 @@ from torch import Tensor
 from commgrid.bridge.plan import BridgeMessage, Positions, messages, one_by_one
 from commgrid.bridge.sides import Cut, GridSide
 from commgrid.errors import GridMismatchError, ShapeError, SpecError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.replicas import digest
 
 DTYPES = (

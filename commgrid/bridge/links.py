@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.failures import FailureBoard, GoneError
 from commgrid.runtime.missing import who_is_missing

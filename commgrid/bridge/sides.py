@@ -14,7 +14,7 @@ from commgrid.bridge.plan import Place, Side, even, one_by_one
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.spec import GridSpec
 
 CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"

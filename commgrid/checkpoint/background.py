@@ -26,7 +26,7 @@ from commgrid.checkpoint.staging import SPARES, tensors_of
 from commgrid.checkpoint.storage import Report, write, write_metadata
 from commgrid.checkpoint.trust import read_written
 from commgrid.errors import CheckpointError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.items import Item, Value
 
 if TYPE_CHECKING:

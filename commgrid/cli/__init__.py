@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from commgrid.cli.commands import COMMANDS
 from commgrid.cli.output import guarded, is_completing
 from commgrid.errors import CommGridError, SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 from commgrid.version import VERSION
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
+from commgrid.layout.ranks import as_ranks
 from commgrid.observe.audit.grids import AuditedGrid
-from commgrid.planning.ranks import as_ranks
 
 _EXAMPLES = """examples:
   commgrid audit train.py --grids "dp=1" "tp=2" "dp=2" "pp=2" -- --layers 2 --steps 3

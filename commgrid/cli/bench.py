@@ -16,7 +16,7 @@ from commgrid.cli.flags import above_zero, count_of_bytes, file_of, names, whole
 from commgrid.cli.grid_options import add_command, read_spec, refuse_unused
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
-from commgrid.planning.names import canonical, nearest
+from commgrid.layout.axis_names import canonical, nearest
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.costs_picture import draw_costs
 from commgrid.viz.figure import SUFFIXES, drawing, save

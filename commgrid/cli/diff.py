@@ -18,8 +18,8 @@ from commgrid.cli.grid_options import (
 )
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.diff import compare
-from commgrid.planning.names import nearest
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 

@@ -10,8 +10,8 @@ from typing import Any
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.observe.processes import Dumped, dump, of_one_job, running
-from commgrid.planning.rank_lists import describe_ranks
 
 _EXAMPLES = """examples:
   commgrid dump                                 (on a host where the job hangs)

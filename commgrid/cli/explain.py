@@ -19,8 +19,8 @@ from commgrid.cli.grid_options import (
 )
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
+from commgrid.layout.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.summary import around, several, where
 
 _EXAMPLES = """examples:

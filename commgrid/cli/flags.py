@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 Whole = Callable[[str], int]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

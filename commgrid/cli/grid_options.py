@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from commgrid.cli.commands import COMMANDS
 from commgrid.cli.flags import names, pair, sized, whole
 from commgrid.errors import SpecError
+from commgrid.layout.ranks import as_ranks
 from commgrid.planning.options import OPTIONS
-from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import AXES, SIZED
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml_io import read_change

@@ -23,9 +23,9 @@ from commgrid.cli.grid_options import (
 )
 from commgrid.cli.output import columns, give, write_grid, written
 from commgrid.errors import SpecError
+from commgrid.layout.rank_text import listed_ranks
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
-from commgrid.planning.rank_lists import listed_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
 from commgrid.viz.figure import SUFFIXES

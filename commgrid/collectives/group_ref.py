@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather, all_to_all, broadcast
 from commgrid.errors import CommGridError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
 

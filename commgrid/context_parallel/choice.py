@@ -12,7 +12,7 @@ from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.context_parallel.tiles import needed
 from commgrid.errors import ShapeError, SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 WAYS = ("ring", "allgather", "ulysses", "2d")
 """The ways to talk; "auto" chooses among them."""

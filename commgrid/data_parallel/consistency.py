@@ -23,8 +23,8 @@ from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.buckets import Lane, Slot
 from commgrid.data_parallel.reduction_groups import ReductionGroups
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
-from commgrid.planning.rank_lists import describe_ranks
 from commgrid.replicas import Copy, differing, digest
 from commgrid.torch_compat.world import FAKE
 

@@ -15,6 +15,7 @@ from commgrid.data_parallel.accumulation import is_unreduced, owner_of
 from commgrid.data_parallel.buckets import Slot
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, SpecError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.slices import (
     StepHooks,
     check_optimizer,
@@ -22,7 +23,6 @@ from commgrid.parameters.slices import (
     refuse_scaler,
     zero_ranks,
 )
-from commgrid.planning.rank_lists import describe_ranks
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer

@@ -31,7 +31,7 @@ from commgrid.collectives import Group, all_reduce
 from commgrid.collectives.plain import resolve
 from commgrid.errors import CommGridError, ShapeError, SpecError
 from commgrid.expert.loss_scale import LossOwner
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 SCORES = ("softmax", "sigmoid")
 

@@ -18,7 +18,7 @@ from commgrid.advisor.collectives import COLLECTIVES
 from commgrid.advisor.fitting import Measured
 from commgrid.collectives.objects import gathered
 from commgrid.errors import SpecError
-from commgrid.planning.names import canonical, nearest
+from commgrid.layout.axis_names import canonical, nearest
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.addresses import own_host
 

@@ -23,8 +23,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from commgrid.errors import SpecError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.observe import ring
-from commgrid.planning.rank_lists import describe_ranks
 
 _QUIET = 0.2  # seconds without a new line, after which stacks are whole
 

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.observe import ring
 from commgrid.observe.call import Call, Group, on_group
 from commgrid.observe.operations import TRANSFERS
 from commgrid.observe.ring import FORMAT
 from commgrid.observe.traces import Trace
-from commgrid.planning.rank_lists import describe_ranks
 
 _OPTIONAL = (int, type(None))
 KEYS: dict[str, type | tuple[type, ...]] = {

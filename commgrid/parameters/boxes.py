@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from commgrid.errors import SpecError
+from commgrid.layout.box import Box, Shape, boxes_of_range, common
 from commgrid.parameters.foreign import ForeignCut
 from commgrid.parameters.placement import Placement
-from commgrid.planning.boxes import Box, Shape, boxes_of_range, common
 
 
 class Chunk(NamedTuple):

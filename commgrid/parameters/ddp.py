@@ -9,10 +9,10 @@ from torch import nn
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import GridNotInitializedError, SpecError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.layout import layout_of
 from commgrid.parameters.placement import Placement, placements
 from commgrid.parameters.slices import REGISTERED
-from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat.patches import before_ddp
 

@@ -18,8 +18,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from commgrid.errors import SpecError
+from commgrid.layout.box import Box, Shape
 from commgrid.parameters.sharded_module import ShardedModule
-from commgrid.planning.boxes import Box, Shape
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 
 if TYPE_CHECKING:
     from commgrid.parameters.sharded_module import ShardedModule

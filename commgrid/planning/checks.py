@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 
 def refuse_unknown(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.options import BY_HOST, OPTIONS
 
 

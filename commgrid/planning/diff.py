@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.layout.rank_text import describe_ranks, listed_ranks, pack
+from commgrid.layout.ranks import RankSet
 from commgrid.planning.group_table import find_name
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.rank_lists import describe_ranks, listed_ranks, pack
-from commgrid.planning.ranks import RankSet
 from commgrid.planning.spec import GridSpec
 
 MOST_RANKS = 500_000

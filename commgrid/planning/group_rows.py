@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.layout.ranks import RankTuple, as_index, check_ranks
 from commgrid.planning.checks import refuse_unknown
 from commgrid.planning.constraints import check_level
 from commgrid.planning.options import ROW_OPTIONS
-from commgrid.planning.ranks import RankTuple, as_index, check_ranks
 
 NCCL_OPTIONS = {
     "is_high_priority_stream": bool,

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from commgrid.errors import SpecError
-from commgrid.planning import names
+from commgrid.layout import axis_names as names
 from commgrid.planning.group_rows import GroupEntry
 from commgrid.planning.groups import GroupDef
 

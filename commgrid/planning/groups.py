@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from commgrid.errors import SpecError
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.ranks import Ranks, RankTuple
 from commgrid.planning.group_rows import UNWANTED, GroupEntry, GroupOptions
-from commgrid.planning.layout import RankLayout
-from commgrid.planning.ranks import Ranks, RankTuple
 
 
 @dataclass(frozen=True)

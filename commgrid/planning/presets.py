@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.yaml_io import Table, changed
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from commgrid.errors import SpecError
+from commgrid.layout.axis_names import nearest
+from commgrid.layout.ranks import as_index, divisors
 from commgrid.planning.checks import refuse_unknown
-from commgrid.planning.names import nearest
 from commgrid.planning.options import REGION_OPTIONS
-from commgrid.planning.ranks import as_index, divisors
 
 AXES = {
     "tp": "tensor parallel",

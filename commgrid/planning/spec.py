@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.planning import names, summary
+from commgrid.layout import axis_names as names
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.rank_text import describe_ranks, listed_ranks
+from commgrid.layout.ranks import MOST_RANK, RankTuple, as_index, as_ranks, highest_rank
+from commgrid.planning import summary
 from commgrid.planning.checks import refuse_unknown
 from commgrid.planning.constraints import check_place, parse_within
 from commgrid.planning.group_rows import UNWANTED, GroupEntry
 from commgrid.planning.group_table import define_groups, find_name
 from commgrid.planning.groups import GroupDef
-from commgrid.planning.layout import RankLayout
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
-from commgrid.planning.rank_lists import describe_ranks, listed_ranks
-from commgrid.planning.ranks import MOST_RANK, RankTuple, as_index, as_ranks, highest_rank
 from commgrid.planning.region import (
     AXES,
     HSDP,

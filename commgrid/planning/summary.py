@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from commgrid.planning.rank_lists import listed_ranks
-from commgrid.planning.ranks import Ranks, RankSet, runs_of
+from commgrid.layout.rank_text import listed_ranks
+from commgrid.layout.ranks import Ranks, RankSet, runs_of
 
 if TYPE_CHECKING:
     from commgrid.planning.plan import GroupPlan
@@ -77,7 +77,7 @@ def around(members: Ranks, rank: int, is_far: Callable[[int], bool] | None = Non
         rank: this one.
         is_far: which members get a `*`; of many none does.
 
-    >>> from commgrid.planning.ranks import Mode, RankSet, RankTuple
+    >>> from commgrid.layout.ranks import Mode, RankSet, RankTuple
     >>> around(RankTuple((1, 3, 5)), 3), around(RankTuple(range(40)), 37)
     ('1 [3] 5', '0-36 [37] 38-39 (40 ranks)')
     >>> around(RankTuple((1, 3, 5)), 3, lambda rank: rank > 4)

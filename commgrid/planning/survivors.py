@@ -18,9 +18,9 @@ from dataclasses import replace
 from itertools import product
 
 from commgrid.errors import SpecError
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import as_ranks
 from commgrid.planning.options import BY_RANK
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
 

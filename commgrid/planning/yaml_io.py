@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks, pack, unpack
+from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.decision import (
     absent,

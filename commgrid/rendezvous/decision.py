@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks, pack, unpack
-from commgrid.planning.ranks import RankTuple
+from commgrid.layout.rank_text import describe_ranks, pack, unpack
+from commgrid.layout.ranks import RankTuple
 from commgrid.rendezvous.round import Decision
 
 _LONGEST_MESSAGE = 4000

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from commgrid.planning.rank_lists import pack
+from commgrid.layout.rank_text import pack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived
 from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import (

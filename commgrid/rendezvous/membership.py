@@ -29,7 +29,7 @@ from commgrid.errors import (
     PeerTimeoutError,
     SpecError,
 )
-from commgrid.planning.rank_lists import describe_ranks, pack, unpack
+from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import forget, said, tidy

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from commgrid.errors import SpecError
-from commgrid.planning.names import nearest
+from commgrid.layout.axis_names import nearest
 
 VARIABLE = "COMMGRID_TIMEOUTS"
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commgrid.layout.box import Shape
 from commgrid.parameters.boxes import Chunk
-from commgrid.planning.boxes import Shape
 
 Path = tuple[str, ...]
 """A name in the nested dict that torch's readers make of a checkpoint: ("model", "norm.weight")."""

@@ -20,10 +20,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from commgrid.errors import TransferError
-from commgrid.planning.boxes import Box, Shape
+from commgrid.layout.axis_names import nearest
+from commgrid.layout.box import Box, Shape
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.dtypes import keeps_numbers
-from commgrid.planning.names import nearest
-from commgrid.planning.rank_lists import describe_ranks
 
 _MOST_TOLD = 3
 _LENGTH = 8  # bytes

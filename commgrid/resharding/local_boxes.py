@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from commgrid.errors import SpecError
+from commgrid.layout.box import Box, Shape, common
 from commgrid.parameters.boxes import Chunk
-from commgrid.planning.boxes import Box, Shape, common
 from commgrid.resharding.layouts import Entry, Form, pack
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from commgrid.planning.boxes import Box, volume
+from commgrid.layout.box import Box, volume
 from commgrid.resharding.layouts import Side, check_sides
 from commgrid.resharding.pools import MovedTensor, Ranks, Run, kinds_of, pools_of
 from commgrid.resharding.shares import Demand, cut, fair_shares

@@ -17,8 +17,8 @@ from functools import cached_property
 from itertools import accumulate
 
 from commgrid.errors import TransferError
-from commgrid.planning.boxes import Box, common, part_of_range, volume, without
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.box import Box, common, part_of_range, volume, without
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.layouts import Side
 
 Ranks = tuple[int, ...]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 
 _MOST_PAIRS = 4
 _UNITS = ("B", "kB", "MB", "GB", "TB")

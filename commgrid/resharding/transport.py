@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.ending import meet
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move

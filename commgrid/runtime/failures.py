@@ -23,7 +23,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError, SpecError
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES

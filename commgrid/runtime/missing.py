@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from commgrid.planning.rank_lists import describe_ranks, unpack
+from commgrid.layout.rank_text import describe_ranks, unpack
 from commgrid.rendezvous.failure import Failure
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.store import StoreDriver

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commgrid.errors import GridDestroyedError, NotInGroupError, UnknownGroupError
+from commgrid.layout.ranks import Ranks
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.ranks import Ranks
 from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from commgrid.errors import (
     PeerFailedError,
     PeerTimeoutError,
 )
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import match
 from commgrid.rendezvous.match import Calls

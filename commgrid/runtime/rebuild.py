@@ -18,8 +18,8 @@ from commgrid.errors import (
     PeerTimeoutError,
     SpecError,
 )
-from commgrid.planning.rank_lists import describe_ranks, unpack
-from commgrid.planning.ranks import as_ranks
+from commgrid.layout.rank_text import describe_ranks, unpack
+from commgrid.layout.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
 from commgrid.rendezvous.membership import Call, LateError, Membership

@@ -23,9 +23,9 @@ from typing import Any
 import torch.distributed as dist
 
 from commgrid.errors import CommGridError
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.observe.operations import TRANSFERS
 from commgrid.observe.ring import Ring
-from commgrid.planning.rank_lists import describe_ranks
 from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import calls as torch_calls
 from commgrid.torch_compat.calls import ByIdentity

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, cast
 
 from commgrid.errors import NotInGridError, SpecError
+from commgrid.layout.axis_names import nearest
+from commgrid.layout.ranks import as_ranks
 from commgrid.observe.audit.grids import VARIABLE, spec_over
-from commgrid.planning.names import nearest
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.ranks import as_ranks
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from commgrid.errors import NotInGroupError, UnknownGroupError
-from commgrid.planning.layout import RankLayout
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:

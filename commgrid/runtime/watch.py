@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.libraries import is_programs

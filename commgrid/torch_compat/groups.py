@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError
+from commgrid.layout.ranks import RankSet
 from commgrid.planning.group_rows import GroupOptions
-from commgrid.planning.ranks import RankSet
 from commgrid.rendezvous.addresses import remove
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.group_rows import GroupOptions
-from commgrid.planning.names import nearest
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.addresses import address_towards, outward_address
 from commgrid.torch_compat.patient import Asked, served

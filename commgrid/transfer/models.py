@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from commgrid.errors import ShapeError, SpecError
+from commgrid.layout.axis_names import nearest
 from commgrid.parameters.boxes import Chunk, local_part
-from commgrid.planning.names import nearest
 from commgrid.resharding.items import Item
 from commgrid.resharding.naming import Naming, Rename
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
-from commgrid.planning.rank_lists import listed_ranks
+from commgrid.layout.rank_text import listed_ranks
 from commgrid.resharding.traffic import VERSION, Traffic, as_table, bytes_of
 from commgrid.viz.figure import ALERT, FAINT, INK, PAPER, ink_on, new_figure
 from commgrid.viz.json_lines import read_json

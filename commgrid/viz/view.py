@@ -10,8 +10,8 @@ from functools import cached_property
 from commgrid.advisor.cluster import Cluster
 from commgrid.advisor.crossing import Crossing, find_crossings
 from commgrid.errors import SpecError
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import as_index, highest_rank
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import as_index, highest_rank
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import several
 

@@ -13,8 +13,8 @@ import yaml
 
 import commgrid
 from commgrid.context_parallel import WAYS
+from commgrid.layout.axis_names import nearest
 from commgrid.pipeline.schedule import SCHEDULES
-from commgrid.planning.names import nearest
 from gpt_training.flag_types import (
     above_zero,
     count,

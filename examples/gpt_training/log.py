@@ -14,7 +14,7 @@ import torch
 
 import commgrid
 from commgrid import checkpoint
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.recovery import Recovered
 from commgrid.transfer import TransferPlan
 from gpt_training.sequences import about

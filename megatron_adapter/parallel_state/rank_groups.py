@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from commgrid.errors import GridNotInitializedError
-from commgrid.planning.layout import RankLayout
-from commgrid.planning.rank_lists import describe_ranks
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.torch_compat import world as torch_world
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write

@@ -21,7 +21,7 @@ from commgrid.advisor.search import fastest, search
 from commgrid.advisor.step import step_cost
 from commgrid.advisor.why import why
 from commgrid.errors import SpecError
-from commgrid.planning.ranks import Mode, RankSet
+from commgrid.layout.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
 
 H100, SMALL = CLUSTERS["h100"], MODELS["llama3-8b"]

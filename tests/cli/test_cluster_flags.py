@@ -10,7 +10,7 @@ from commgrid import Cluster
 from commgrid.advisor.cluster import CLUSTERS
 from commgrid.advisor.crossing import find_crossings
 from commgrid.cli import main
-from commgrid.planning.ranks import Mode, RankSet, RankTuple
+from commgrid.layout.ranks import Mode, RankSet, RankTuple
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.summary import around
 

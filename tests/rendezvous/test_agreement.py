@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from commgrid.errors import GridMismatchError, PeerFailedError, PeerTimeoutError
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import RankTuple
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import RankTuple
 from commgrid.rendezvous.agreement import PHASES, Agreement
 from commgrid.rendezvous.decision import describe_mismatch, ranks_entry
 from commgrid.rendezvous.epoch import FirstAgreement

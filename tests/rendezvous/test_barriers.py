@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from commgrid.planning.ranks import parse_ranks
+from commgrid.layout.ranks import parse_ranks
 from commgrid.rendezvous.barriers import Barriers
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError
 from commgrid.rendezvous.round import is_good

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from commgrid.planning.rank_lists import unpack
+from commgrid.layout.rank_text import unpack
 from commgrid.rendezvous.failure import Failure
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
-from commgrid.planning.rank_lists import unpack
+from commgrid.layout.rank_text import unpack
 from commgrid.rendezvous.membership import OVER, Call, Membership
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from tests.rendezvous.simulator import (

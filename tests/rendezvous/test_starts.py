@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
-from commgrid.planning.ranks import parse_ranks
+from commgrid.layout.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.epoch import FirstAgreement, leave_world
 from commgrid.rendezvous.op import Protocol, StoreLostError, Wait

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import commgrid
+from commgrid.layout.box import boxes_of_range
 from commgrid.parameters.boxes import HeldBoxes
 from commgrid.parameters.foreign import ForeignCut
-from commgrid.planning.boxes import boxes_of_range
 from commgrid.resharding.boxes import Turns
 from commgrid.testing import run_on_ranks
 

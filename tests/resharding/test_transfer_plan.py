@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from commgrid.errors import TransferError
-from commgrid.planning.boxes import Box, boxes_of_range, common, volume, without
+from commgrid.layout.box import Box, boxes_of_range, common, volume, without
 from commgrid.resharding import pools
 from commgrid.resharding.layouts import Entry, Form, Side, pack, unpack
 from commgrid.resharding.plan import TransferPlan

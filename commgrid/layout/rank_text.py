@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import islice
 
-from commgrid.planning.ranks import RankSet, RankTuple, parse_ranks, runs_of
+from commgrid.layout.ranks import RankSet, RankTuple, parse_ranks, runs_of
 
 _NAMED_RUNS = 16
 _SHORT = 64

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from commgrid.errors import NotInGridError, SpecError
-from commgrid.planning.rank_lists import describe_ranks
-from commgrid.planning.ranks import Mode, Ranks, RankSet, RankTuple, as_ranks
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import Mode, Ranks, RankSet, RankTuple, as_ranks
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""Names, ranks, layouts and boxes: plain numbers, without torch."""
