@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from commgrid.advisor.cluster import Cluster
     from commgrid.layout.rank_layout import RankLayout
     from commgrid.observe import trace, verify
+    from commgrid.planning.audited import audit_sizes
     from commgrid.planning.plan import GroupPlan
     from commgrid.planning.spec import GridSpec
     from commgrid.recovery import rebuild, recover
     from commgrid.rendezvous.timeouts import Timeouts
-    from commgrid.runtime.audited import audit_sizes
     from commgrid.runtime.grid import HyperCommGrid
     from commgrid.runtime.inquiry import diagnose
     from commgrid.runtime.registry import (
@@ -103,7 +103,7 @@ _ON_DEMAND = {
     "RankLayout": "commgrid.layout.rank_layout",
     "Timeouts": "commgrid.rendezvous.timeouts",
     "HyperCommGrid": "commgrid.runtime.grid",
-    "audit_sizes": "commgrid.runtime.audited",
+    "audit_sizes": "commgrid.planning.audited",
     "destroy": "commgrid.runtime.registry",
     "diagnose": "commgrid.runtime.inquiry",
     "get_grid": "commgrid.runtime.registry",

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.planning.group_rows import GroupEntry
+from commgrid.planning.group_row import GroupEntry
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.grid import HyperCommGrid
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid

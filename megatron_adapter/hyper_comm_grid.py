@@ -21,7 +21,7 @@ from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import as_index
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import commgrid
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import as_index
+from commgrid.planning.audited import audit_sizes
 from commgrid.planning.options import DEFAULT_SHARE
-from commgrid.runtime.audited import audit_sizes
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.seconds import Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError

@@ -26,7 +26,7 @@ from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_index
 from commgrid.planning.options import DEFAULT_SHARE
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.yaml_io import load_yaml
+from commgrid.planning.yaml import load_yaml
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid
 

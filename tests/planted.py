@@ -40,7 +40,7 @@ MUTANTS = (
     # -- planning ----------------------------------------------------------------------------
     Mutant(
         "the row's options lose to those of the group it is made of",
-        "commgrid/planning/group_rows.py",
+        "commgrid/planning/group_row.py",
         "backend=self.backend or base.backend",
         "backend=base.backend or self.backend",
         ("tests/test_plan.py::test_a_row_overrides_options_of_the_group_it_is_made_of",),

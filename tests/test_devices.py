@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from commgrid.errors import SpecError
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.watching import is_wanted

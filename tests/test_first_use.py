@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import failed_groups

@@ -23,7 +23,7 @@ from commgrid.checkpoint import save
 from commgrid.collectives import all_gather, broadcast
 from commgrid.data_parallel import GradientReducer
 from commgrid.pipeline import Pipeline
-from commgrid.planning.groups import GroupDef
+from commgrid.planning.group import GroupDef
 from commgrid.sharding import ShardingSpec
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks

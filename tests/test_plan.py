@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from commgrid import GridSpec, GroupPlan, RankLayout, SpecError
-from commgrid.planning.groups import GroupDef
+from commgrid.planning.group import GroupDef
 from commgrid.planning.options import OPTIONS
 from tests.enumeration import (
     coordinates,

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import commgrid
 from commgrid import GridSpec, SpecError
 from commgrid.cli import main
-from commgrid.planning.group_table import find_name
+from commgrid.planning.group import find_name
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.presets import PRESETS
 from commgrid.testing import run_on_ranks

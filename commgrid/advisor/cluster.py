@@ -19,8 +19,8 @@ from commgrid.advisor.forms import Fit, Link, fits_from, highest
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import highest_rank
-from commgrid.planning.checks import above_zero, check_keys, flag, named
-from commgrid.planning.yaml_io import Table, from_file
+from commgrid.planning.options import above_zero, check_keys, flag, named
+from commgrid.planning.yaml import Table, from_file
 
 if TYPE_CHECKING:
     from commgrid.planning.spec import GridSpec

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.summary import several
+from commgrid.wording import several
 
 if TYPE_CHECKING:
     from commgrid.advisor.model import Model

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.checks import above_zero, check_keys
+from commgrid.planning.options import above_zero, check_keys
 
 
 class Link(NamedTuple):

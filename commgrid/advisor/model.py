@@ -15,8 +15,8 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.checks import check_keys, named
-from commgrid.planning.yaml_io import Table, from_file
+from commgrid.planning.options import check_keys, named
+from commgrid.planning.yaml import Table, from_file
 
 ATTENTION = ("flash", "plain")
 """How attention is computed: in one kernel that keeps no scores, or with scores in memory."""

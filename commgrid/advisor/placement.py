@@ -14,7 +14,7 @@ from commgrid.advisor.config import ORDERS, ParallelConfig
 from commgrid.errors import SpecError
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import Mode, RankSet
-from commgrid.planning.groups import GroupDef
+from commgrid.planning.group import GroupDef
 from commgrid.planning.spec import GridSpec
 
 Spread = tuple[int, ...]

@@ -11,7 +11,7 @@ from commgrid.advisor.calibration import SOURCES
 from commgrid.advisor.config import RECOMPUTE, ParallelConfig
 from commgrid.advisor.forms import highest
 from commgrid.advisor.step import PARTS, StepCost
-from commgrid.planning.summary import several
+from commgrid.wording import several
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"

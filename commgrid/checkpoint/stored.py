@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from commgrid.checkpoint.storage import Report
 from commgrid.checkpoint.trust import read_metadata, read_value
 from commgrid.errors import CheckpointError
-from commgrid.planning.dtypes import keeps_numbers
+from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.resharding.items import Item, Value
 from commgrid.torch_compat.archive import DamagedError, Tensors, parts_of
 

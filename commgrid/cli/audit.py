@@ -11,7 +11,7 @@ from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
-from commgrid.observe.audit.grids import AuditedGrid
+from commgrid.planning.audited import AuditedGrid
 
 _EXAMPLES = """examples:
   commgrid audit train.py --grids "dp=1" "tp=2" "dp=2" "pp=2" -- --layers 2 --steps 3

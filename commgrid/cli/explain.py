@@ -21,7 +21,7 @@ from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.summary import around, several, where
+from commgrid.wording import around, several, where
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5

@@ -16,7 +16,7 @@ from commgrid.layout.ranks import as_ranks
 from commgrid.planning.options import OPTIONS
 from commgrid.planning.region import AXES, SIZED
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.yaml_io import read_change
+from commgrid.planning.yaml import read_change
 
 if TYPE_CHECKING:
     from commgrid.advisor.cluster import Cluster

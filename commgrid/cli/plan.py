@@ -27,8 +27,8 @@ from commgrid.layout.rank_text import listed_ranks
 from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.summary import several
 from commgrid.viz.figure import SUFFIXES
+from commgrid.wording import several
 
 if TYPE_CHECKING:  # what most plans do without, and is slow to load
     from commgrid.advisor.cluster import Cluster

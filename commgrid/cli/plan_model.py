@@ -29,9 +29,9 @@ from commgrid.cli.grid_options import (
 from commgrid.cli.output import give, write_grid, written
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.summary import several
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.steps_picture import draw_steps
+from commgrid.wording import several
 
 _NOT_WITH_AUTO = (
     "yaml", "preset", "changes", "axis", "create", "connect", "ranks", "share", "dp_replicate",

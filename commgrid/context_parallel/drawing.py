@@ -10,7 +10,7 @@ from commgrid.context_parallel.balance import Mask, Range, Ranges, check_lengths
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.tiles import needed
 from commgrid.errors import SpecError
-from commgrid.planning.summary import several
+from commgrid.wording import several
 
 if TYPE_CHECKING:
     from commgrid.context_parallel.sharding import SequenceSharding

@@ -29,7 +29,7 @@ from commgrid.context_parallel.balance import (
 )
 from commgrid.context_parallel.ranges import count, joined, sorting_runs, union
 from commgrid.errors import ShapeError, SpecError
-from commgrid.planning.summary import several
+from commgrid.wording import several
 
 if TYPE_CHECKING:
     from torch import Tensor

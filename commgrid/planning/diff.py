@@ -8,7 +8,7 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks, listed_ranks, pack
 from commgrid.layout.ranks import RankSet
-from commgrid.planning.group_table import find_name
+from commgrid.planning.group import find_name
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
 

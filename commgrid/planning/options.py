@@ -1,13 +1,18 @@
 """The options of a grid: keys of its file, arguments of `initialize`, and flags of commands.
 
-Sizes are a table of their own, `region.AXES`.
+Sizes are a table of their own, `region.AXES`. Below the tables stand the checks of a file's
+mappings: their keys, their numbers, and the options that say where groups and ranks lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
+
+from commgrid.errors import SpecError
+from commgrid.layout.axis_names import nearest
 
 BY_RANK, BY_HOST = "by_rank", "by_host"
 
@@ -77,6 +82,7 @@ OPTIONS: Mapping[str, Option] = MappingProxyType(
     }
 )  # fmt: skip
 """By key, in the order of a file."""
+
 REGION_OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "axes": Option(
@@ -87,6 +93,7 @@ REGION_OPTIONS: Mapping[str, Option] = MappingProxyType(
     }
 )  # fmt: skip
 """Of a region."""
+
 ROW_OPTIONS: Mapping[str, Option] = MappingProxyType(
     {
         "of": Option(
@@ -115,5 +122,158 @@ ROW_OPTIONS: Mapping[str, Option] = MappingProxyType(
     }
 )  # fmt: skip
 """Of a row of `groups`."""
+
 DEFAULT_ORDER: str = OPTIONS["order"].default
+
 DEFAULT_SHARE: str = OPTIONS["share"].default
+
+
+def refuse_unknown(
+    where: str,
+    given: Iterable[object],
+    known: Collection[str],
+    hints: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse keys that there are not, with the nearest one.
+
+    Args:
+        where: what they stand under with a dot, such as `device.`; "": nothing.
+        given: the keys.
+        known: every key that there is.
+        hints: for some keys, how the error ends.
+
+    Raises:
+        SpecError: naming the key.
+    """
+    for key in given:
+        if key not in known:
+            hint = (hints or {}).get(str(key)) or nearest(str(key), known)
+            raise SpecError(f"{where}{key}: unknown key, expected some of {', '.join(known)}{hint}")
+
+
+def check_keys(
+    where: str, given: object, keys: Sequence[str], optional: Collection[str] = ()
+) -> None:
+    """Refuse a mapping with unknown keys, or without needed ones.
+
+    Args:
+        where: the mapping's own key with a dot, such as `device.`; "": the whole file.
+        given: as the file has it.
+        keys: all of them.
+        optional: those that may be absent.
+
+    Raises:
+        SpecError: naming the key.
+    """
+    if not isinstance(given, Mapping):
+        raise SpecError(f"{where.rstrip('.') or 'config'}={given!r}: expected a mapping")
+    refuse_unknown(where, given, keys)
+    needed = [key for key in keys if key not in optional]
+    for key in needed:
+        if key not in given:
+            raise SpecError(f"{where}{key}: missing; expected {', '.join(needed)}")
+
+
+def named(where: str, given: Mapping[str, Any]) -> str:
+    """The name of a mapping.
+
+    Raises:
+        SpecError: it is none.
+    """
+    if not isinstance(given["name"], str | int):
+        raise SpecError(f"{where}name={given['name']!r}: expected a name")
+    return str(given["name"])
+
+
+_LEAST, _MOST = 1e-15, 1e15
+"""Of numbers, whose products with units stay finite."""
+
+
+def above_zero(where: str, given: Mapping[Any, Any], key: Any) -> float:
+    """A number of a mapping.
+
+    Raises:
+        SpecError: it is none, or not above 0.
+    """
+    value = given[key]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and _LEAST <= value <= _MOST):
+        fix = f" ({_LEAST:g} to {_MOST:g})" if is_number and value > 0 else ""
+        if isinstance(value, str) and re.fullmatch(r"[\d.]+(e\d+)?", value):  # YAML 1.1's text
+            fix = "; without quotes, and as 1000 or 1.0e+3, not 1e3"
+        raise SpecError(f"{where}{key}={value!r}: expected a number above 0{fix}")
+    return float(value)
+
+
+def flag(where: str, given: Mapping[str, Any], key: str) -> bool:
+    """Whether a mapping says true; False if it has no such key.
+
+    Raises:
+        SpecError: neither true nor false.
+    """
+    value = given.get(key, False)
+    if type(value) is not bool:
+        raise SpecError(f"{where}{key}={value!r}: expected true or false")
+    return value
+
+
+def parse_within(within: object) -> tuple[tuple[str, str], ...]:
+    """Pairs of a group's name and the level that it must not leave, as `within` gives them.
+
+    Raises:
+        SpecError: no mapping of names to names.
+
+    >>> parse_within({"tp": "node", "dp_cp": "rack"})
+    (('tp', 'node'), ('dp_cp', 'rack'))
+    """
+    if within is None:
+        return ()
+    if not isinstance(within, Mapping):
+        raise SpecError(
+            f"within={within!r}: expected a mapping of groups to levels, such as {{tp: node}}"
+        )
+    return tuple(
+        (str(name), check_level(f"within.{name}", level)) for name, level in within.items()
+    )
+
+
+def check_level(key: str, level: object) -> str:
+    """The name of a level, which a cluster gives meaning.
+
+    Raises:
+        SpecError: it is no name.
+    """
+    if not isinstance(level, str) or not level.isidentifier():
+        raise SpecError(f"{key}={level!r}: expected the name of a level, such as node")
+    return level
+
+
+def check_place(place: object, ranks: range | Sequence[int] | None) -> None:
+    """That `place` is one of its choices, and does not contradict the order of `ranks`.
+
+    Raises:
+        SpecError: it is none, or ranks are listed in an order that it would change.
+    """
+    words = OPTIONS["place"].words
+    if place not in words:
+        raise SpecError(
+            f"place={place!r}: expected {' or '.join(words)}{nearest(str(place), words)}"
+        )
+    rises = isinstance(ranks, range) or ranks is None or list(ranks) == sorted(ranks)
+    if place == BY_HOST and not rises:
+        raise SpecError(
+            "place='by_host' beside ranks that do not rise: both say the order of the grid's "
+            "ranks; sort ranks, or leave place out"
+        )
+
+
+def order_by_host(ranks: Iterable[int], hosts: Mapping[int, object]) -> list[int]:
+    """Ranks host after host: hosts as they first appear, the ranks of each as they were.
+
+    >>> order_by_host([0, 1, 2, 3], {0: "b", 1: "a", 2: "b", 3: "a"})
+    [0, 2, 1, 3]
+    """
+    found: dict[object, list[int]] = {}
+    for rank in ranks:
+        found.setdefault(hosts[rank], []).append(rank)
+    return [rank for held in found.values() for rank in held]

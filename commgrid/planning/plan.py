@@ -11,12 +11,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from commgrid import wording as summary
 from commgrid.errors import NotInGridError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import Ranks, as_index
-from commgrid.planning import summary
-from commgrid.planning.group_rows import GroupOptions
-from commgrid.planning.groups import GroupDef
+from commgrid.planning.group import GroupDef
+from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.yaml_io import Table, changed
+from commgrid.planning.yaml import Table, changed
 
 
 @dataclass(frozen=True)

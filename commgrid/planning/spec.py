@@ -14,18 +14,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from commgrid import wording as summary
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.layout import axis_names as names
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.rank_text import describe_ranks, listed_ranks
 from commgrid.layout.ranks import MOST_RANK, RankTuple, as_index, as_ranks, highest_rank
-from commgrid.planning import summary
-from commgrid.planning.checks import refuse_unknown
-from commgrid.planning.constraints import check_place, parse_within
-from commgrid.planning.group_rows import UNWANTED, GroupEntry
-from commgrid.planning.group_table import define_groups, find_name
-from commgrid.planning.groups import GroupDef
-from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS
+from commgrid.planning.group import GroupDef, define_groups, find_name
+from commgrid.planning.group_row import UNWANTED, GroupEntry
+from commgrid.planning.options import (
+    BY_RANK,
+    DEFAULT_ORDER,
+    DEFAULT_SHARE,
+    OPTIONS,
+    check_place,
+    parse_within,
+    refuse_unknown,
+)
 from commgrid.planning.region import (
     AXES,
     HSDP,
@@ -37,7 +42,7 @@ from commgrid.planning.region import (
     region_from,
     without_experts,
 )
-from commgrid.planning.yaml_io import changed, from_file
+from commgrid.planning.yaml import changed, from_file
 
 _OF_REGIONS = ("axes", "order", "regions")
 

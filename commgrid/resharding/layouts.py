@@ -23,7 +23,7 @@ from commgrid.errors import TransferError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Box, Shape
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.planning.dtypes import keeps_numbers
+from commgrid.resharding.dtypes import keeps_numbers
 
 _MOST_TOLD = 3
 _LENGTH = 8  # bytes

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from commgrid.errors import GridMismatchError
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups

@@ -40,9 +40,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from commgrid.errors import NotInGridError, SpecError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import RankTuple
-from commgrid.planning.group_rows import GroupEntry
-from commgrid.planning.group_table import find_name
-from commgrid.planning.groups import GroupDef
+from commgrid.planning.group import GroupDef, find_name
+from commgrid.planning.group_row import GroupEntry
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
 from commgrid.torch_compat import groups as torch_groups

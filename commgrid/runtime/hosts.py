@@ -15,8 +15,7 @@ from commgrid.advisor.placement import members_of
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks, pack_order, unpack_order
 from commgrid.layout.ranks import RankTuple, as_ranks
-from commgrid.planning.constraints import order_by_host
-from commgrid.planning.options import BY_HOST, BY_RANK
+from commgrid.planning.options import BY_HOST, BY_RANK, order_by_host
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.torch_compat.addresses import own_host

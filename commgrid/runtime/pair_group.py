@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.runtime import watching
 from commgrid.runtime.watch import Watch
 from commgrid.torch_compat import failed_groups

@@ -14,7 +14,7 @@ from typing import Any, cast
 from commgrid.errors import NotInGridError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_ranks
-from commgrid.observe.audit.grids import VARIABLE, spec_over
+from commgrid.planning.audited import VARIABLE, audit_sizes, audited_grid, spec_over
 from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.region import HSDP
@@ -22,7 +22,6 @@ from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime import order as order_check
-from commgrid.runtime.audited import audit_sizes, audited_grid
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.registry import Made, _registry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from commgrid.planning.summary import around, several
+from commgrid.wording import around, several
 
 if TYPE_CHECKING:
     from commgrid.planning.region import Region

@@ -20,12 +20,12 @@ from commgrid.observe.audit.auditing import Audit
 from commgrid.observe.audit.compare import Seen, compare
 from commgrid.observe.audit.dry import record
 from commgrid.observe.audit.findings import Comparison
-from commgrid.observe.audit.grids import VARIABLE, AuditedGrid
 from commgrid.observe.audit.observer import Observer
 from commgrid.observe.audit.records import all_done
 from commgrid.observe.order import RULES
 from commgrid.observe.recorded import crossed_group, from_traces, whole
 from commgrid.observe.verify import check
+from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing.ranks import run_on_ranks
 from commgrid.torch_compat import world as torch_world
 

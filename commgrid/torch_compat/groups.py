@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError
 from commgrid.layout.ranks import RankSet
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.rendezvous.addresses import remove
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import SpecError
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 
 NAMES = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
 

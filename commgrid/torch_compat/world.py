@@ -23,7 +23,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError, PeerTimeoutError, SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.group_rows import GroupOptions
+from commgrid.planning.group_row import GroupOptions
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.addresses import address_towards, outward_address
 from commgrid.torch_compat.patient import Asked, served

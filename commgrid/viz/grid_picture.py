@@ -8,9 +8,9 @@ from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.summary import several, where
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, ink_on, new_figure
 from commgrid.viz.view import GridView
+from commgrid.wording import several, where
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.pipeline.simulator import Simulation
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.summary import several
 from commgrid.version import VERSION
 from commgrid.viz.view import GridView
+from commgrid.wording import several
 
 MOST_RANKS = 32_768
 """Each rank is an element of the page, which browsers stand only so many of."""

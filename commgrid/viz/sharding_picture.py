@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from commgrid.context_parallel.balance import Mask, Ranges, check_lengths, pairs_of
 from commgrid.context_parallel.ranges import count, pieces
-from commgrid.planning.summary import several
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, new_figure
+from commgrid.wording import several
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_index, highest_rank
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.summary import several
+from commgrid.wording import several
 
 DEFAULT_GPUS_PER_NODE = 8
 MOST_RANKS = 200_000

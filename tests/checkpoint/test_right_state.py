@@ -20,7 +20,7 @@ from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.memory import kept_states
 from commgrid.checkpoint.staging import SPARES
 from commgrid.errors import CheckpointError
-from commgrid.planning.dtypes import keeps_numbers
+from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.testing import run_on_ranks
 
 

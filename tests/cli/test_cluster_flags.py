@@ -12,7 +12,7 @@ from commgrid.advisor.crossing import find_crossings
 from commgrid.cli import main
 from commgrid.layout.ranks import Mode, RankSet, RankTuple
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.summary import around
+from commgrid.wording import around
 
 
 def said(capsys: pytest.CaptureFixture[str], command: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 import commgrid.errors
 import megatron_adapter.errors
 from commgrid.errors import CommGridError
-from commgrid.planning.group_rows import NCCL_OPTIONS
+from commgrid.planning.group_row import NCCL_OPTIONS
 from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS
 from tests.docs import generate
 from tests.docs.pages import DOCS, ROOT, entries, sections

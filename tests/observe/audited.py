@@ -12,7 +12,7 @@ from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.observe.audit import child
 from commgrid.observe.audit.compare import Seen, compare
 from commgrid.observe.audit.findings import Comparison
-from commgrid.observe.audit.grids import VARIABLE, AuditedGrid
+from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -18,9 +18,9 @@ from commgrid.observe.audit import launching
 from commgrid.observe.audit.auditing import Audit
 from commgrid.observe.audit.compare import compare
 from commgrid.observe.audit.findings import KINDS, Comparison, Finding
-from commgrid.observe.audit.grids import VARIABLE, AuditedGrid, spec_over
 from commgrid.observe.audit.joined import Ranks, join, ratio, relative
 from commgrid.observe.audit.records import LARGEST, About, thin_shape, thinned
+from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
 from tests.observe.test_audit_bugs import TRAIN_GPT, audited

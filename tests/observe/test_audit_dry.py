@@ -12,7 +12,7 @@ import pytest
 from commgrid import cli
 from commgrid.observe import trace_files
 from commgrid.observe.audit import child
-from commgrid.observe.audit.grids import VARIABLE
+from commgrid.planning.audited import VARIABLE
 from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT, TRAIN

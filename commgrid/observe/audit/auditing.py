@@ -11,8 +11,8 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.observe.audit.compare import Seen, compare
 from commgrid.observe.audit.findings import Comparison, Finding
-from commgrid.observe.audit.grids import AuditedGrid
 from commgrid.observe.audit.launching import run_on_grid
+from commgrid.planning.audited import AuditedGrid
 
 _SHOWN = 8
 _NAMED = 4

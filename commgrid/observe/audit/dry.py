@@ -26,7 +26,7 @@ from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
 from commgrid.errors import CommGridError, SpecError
-from commgrid.observe.audit.grids import VARIABLE, AuditedGrid
+from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.runtime import recorder
 from commgrid.torch_compat import fake as torch_fake
 from commgrid.torch_compat import world as torch_world

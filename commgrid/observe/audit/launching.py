@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from commgrid.errors import CommGridError
-from commgrid.observe.audit.grids import VARIABLE, AuditedGrid
+from commgrid.planning.audited import VARIABLE, AuditedGrid
 
 _GRACE_SECONDS = 5.0
 _LINES = 12

@@ -1,4 +1,4 @@
-"""The rows of the groups table, as a user writes them: further names, and options."""
+"""Rows of the groups table, as a user writes them: further names, and options."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import RankTuple, as_index, check_ranks
-from commgrid.planning.checks import refuse_unknown
-from commgrid.planning.constraints import check_level
-from commgrid.planning.options import ROW_OPTIONS
+from commgrid.planning.options import ROW_OPTIONS, check_level, refuse_unknown
 
 NCCL_OPTIONS = {
     "is_high_priority_stream": bool,
