@@ -29,7 +29,7 @@ from commgrid.on_demand import on_demand
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
-    from commgrid.advisor.cluster import Cluster
+    from commgrid.cost_model.cluster import Cluster
     from commgrid.layout.rank_layout import RankLayout
     from commgrid.observe import trace, verify
     from commgrid.planning.audited import audit_sizes
@@ -97,7 +97,7 @@ __all__ = [
 
 # They load when first asked for: many of them with torch, which planning does not need.
 _ON_DEMAND = {
-    "Cluster": "commgrid.advisor.cluster",
+    "Cluster": "commgrid.cost_model.cluster",
     "GridSpec": "commgrid.planning.spec",
     "GroupPlan": "commgrid.planning.plan",
     "RankLayout": "commgrid.layout.rank_layout",

@@ -61,7 +61,7 @@ MUTANTS = (
     ),
     Mutant(
         "an all-reduce costs one pass of the ring",
-        "commgrid/advisor/forms.py",
+        "commgrid/cost_model/collective_form.py",
         "return 2 * _ring_pass(size, spread, levels)",
         "return _ring_pass(size, spread, levels)",
         ("tests/advisor/test_collective_costs.py",),

@@ -17,11 +17,11 @@ import pytest
 import torch.distributed as dist
 
 import commgrid
-from commgrid.advisor.cluster import CLUSTERS, find_cluster
-from commgrid.advisor.collectives import COLLECTIVES, collective_time
-from commgrid.advisor.fitting import Measured
 from commgrid.cli import main
 from commgrid.cli.bench import as_table
+from commgrid.cost_model.cluster import CLUSTERS, find_cluster
+from commgrid.cost_model.collective import COLLECTIVES, collective_time
+from commgrid.cost_model.fit import Measured
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.observe.bench import Effort, bench
 from commgrid.testing import run_on_ranks

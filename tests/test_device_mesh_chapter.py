@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from commgrid import GridSpec
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.crossing import find_crossings
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.crossing import find_crossings
 from commgrid.layout.rank_layout import RankLayout
 from tests.enumeration import coordinates, groups_along
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commgrid.advisor.cluster import Cluster, find_cluster
-from commgrid.advisor.collectives import COLLECTIVES
-from commgrid.advisor.fitting import Measured, fit, too_fast
 from commgrid.cli.flags import above_zero, count_of_bytes, file_of, names, whole
 from commgrid.cli.grid_options import add_command, read_spec, refuse_unused
 from commgrid.cli.output import give
+from commgrid.cost_model.cluster import Cluster, find_cluster
+from commgrid.cost_model.collective import COLLECTIVES
+from commgrid.cost_model.fit import Measured, fit, too_fast
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import canonical, nearest
 from commgrid.planning.spec import GridSpec

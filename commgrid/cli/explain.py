@@ -6,8 +6,6 @@ import argparse
 import math
 from typing import Any
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.crossing import check_within
 from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
@@ -18,6 +16,8 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.plan import GroupPlan

@@ -19,7 +19,7 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import read_change
 
 if TYPE_CHECKING:
-    from commgrid.advisor.cluster import Cluster
+    from commgrid.cost_model.cluster import Cluster
 
 
 def new_command(
@@ -143,7 +143,11 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
     """
     if args.cluster is None and args.gpus_per_node is None:
         return None
-    from commgrid.advisor.cluster import Cluster, find_cluster, nodes_of  # slow, and often unused
+    from commgrid.cost_model.cluster import (  # slow, and often unused
+        Cluster,
+        find_cluster,
+        nodes_of,
+    )
 
     base = None if args.cluster is None else find_cluster(args.cluster)
     devices = args.gpus_per_node

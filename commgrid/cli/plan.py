@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from commgrid.advisor.calibration import NCCL_GB, SOURCES
 from commgrid.cli import plan_options
 from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import (
@@ -22,6 +21,7 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import columns, give, write_grid, written
+from commgrid.cost_model.calibration import NCCL_GB, SOURCES
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import listed_ranks
 from commgrid.planning import sockets
@@ -31,9 +31,9 @@ from commgrid.viz.figure import SUFFIXES
 from commgrid.wording import several
 
 if TYPE_CHECKING:  # what most plans do without, and is slow to load
-    from commgrid.advisor.cluster import Cluster
-    from commgrid.advisor.crossing import Crossing
-    from commgrid.advisor.why import Why
+    from commgrid.cost_model.cluster import Cluster
+    from commgrid.cost_model.crossing import Crossing
+    from commgrid.cost_model.why import Why
 
 ASKS = {
     "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     backend = "nccl" if args.backend is None else _checked(args.backend)
     cluster = read_cluster(args)
     if cluster is not None:
-        from commgrid.advisor.crossing import check_within
+        from commgrid.cost_model.crossing import check_within
 
         check_within(spec, cluster)
     for path in args.output:
@@ -186,8 +186,8 @@ def as_text(
     found: Mapping[str, Crossing] = {}
     below: list[str] = []
     if cluster is not None:
-        from commgrid.advisor.crossing import find_crossings
         from commgrid.cli import plan_cluster
+        from commgrid.cost_model.crossing import find_crossings
 
         found = find_crossings(spec, cluster)
         below = ["", *plan_cluster.as_lines(spec, cluster, found, _kinds(spec))]
@@ -214,7 +214,7 @@ def as_text(
         lines.append(f"{numbers}{_within('', found)}{', '.join(alone)}")
     lines += [*below, "", *_sockets(spec, backend, width), "", *_cost(spec)]
     if why:
-        from commgrid.advisor.why import as_lines
+        from commgrid.cost_model.why import as_lines
 
         lines += as_lines(_why(spec, backend))
     return "\n".join(lines)
@@ -229,7 +229,7 @@ def _within(level: str, found: Mapping[str, Crossing]) -> str:
 
 def _why(spec: GridSpec, backend: str) -> list[Why]:
     """Where each number of memory, files and threads is from."""
-    from commgrid.advisor.why import Why
+    from commgrid.cost_model.why import Why
 
     _, connecting = _counts(spec)
     start, most = sockets.total(_most_needed(spec, backend))

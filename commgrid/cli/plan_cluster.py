@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.crossing import Crossing, find_crossings, warnings
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.crossing import Crossing, find_crossings, warnings
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 

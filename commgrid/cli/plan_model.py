@@ -9,15 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.advisor.crossing import check_within
-from commgrid.advisor.memory import MEMORY_PARTS
-from commgrid.advisor.model import Model, find_model
-from commgrid.advisor.placement import expert_axes, of_spec
-from commgrid.advisor.search import AXES, Found, describe, fastest, memory_limit, search
-from commgrid.advisor.step import StepCost, traffic
-from commgrid.advisor.why import NAMES, as_lines, limits, why, why_worse
 from commgrid.cli.grid_options import (
     flag_of,
     is_given,
@@ -27,6 +18,15 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give, write_grid, written
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.config import ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.cost_model.crossing import check_within
+from commgrid.cost_model.memory import MEMORY_PARTS
+from commgrid.cost_model.model import Model, find_model
+from commgrid.cost_model.placement import expert_axes, of_spec
+from commgrid.cost_model.search import AXES, Found, describe, fastest, memory_limit, search
+from commgrid.cost_model.step import StepCost, traffic
+from commgrid.cost_model.why import NAMES, as_lines, limits, why, why_worse
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES, drawing, save

@@ -8,8 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commgrid.advisor.cluster import nodes_of
-from commgrid.advisor.crossing import check_within
 from commgrid.cli import plan_model
 from commgrid.cli.flags import file_of, names, whole
 from commgrid.cli.grid_options import (
@@ -25,6 +23,8 @@ from commgrid.cli.grid_options import (
 )
 from commgrid.cli.output import columns, give
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
+from commgrid.cost_model.cluster import nodes_of
+from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
 from commgrid.pipeline.schedule import Schedule, make_schedule
 from commgrid.pipeline.simulator import Simulation, simulate

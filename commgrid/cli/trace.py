@@ -10,10 +10,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from commgrid.advisor.cluster import Cluster, find_cluster
 from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
+from commgrid.cost_model.cluster import Cluster, find_cluster
 from commgrid.observe import diagnosis, priced, trace_files, traces
 from commgrid.observe.call import Call
 from commgrid.viz.page import write_page

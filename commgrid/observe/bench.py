@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, widest
-from commgrid.advisor.collectives import COLLECTIVES
-from commgrid.advisor.fitting import Measured
 from commgrid.collectives.objects import gathered
+from commgrid.cost_model.cluster import CLUSTERS, Cluster, Device, Level
+from commgrid.cost_model.collective import COLLECTIVES
+from commgrid.cost_model.collective_form import widest
+from commgrid.cost_model.fit import Measured
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import canonical, nearest
 from commgrid.torch_compat import groups as torch_groups
@@ -80,7 +81,7 @@ def bench(
     Args:
         grid: with a group of all its ranks (`whole_name`).
         names: of groups; none: every communicator of more than one rank, equal ones once.
-        collectives: of `advisor.collectives.COLLECTIVES`. A send/receive passes a message to the
+        collectives: of `cost_model.collective.COLLECTIVES`. A send/receive passes a message to the
             next rank of the group and takes one from the previous.
         sizes: bytes as nccl-tests counts them; rounded down to equal shares of the group's ranks,
             from one element a rank on.
@@ -289,7 +290,7 @@ def find_hosts(grid: HyperCommGrid) -> list[int]:
 def find_cluster(grid: HyperCommGrid) -> Cluster:
     """The nodes that the grid runs on, and their device as it is or was measured; all ranks call.
 
-    `commgrid.advisor.fitting.fit` finds the latencies and bandwidths of its levels.
+    `commgrid.cost_model.fit.fit` finds the latencies and bandwidths of its levels.
 
     Args:
         grid: with a group of all its ranks.

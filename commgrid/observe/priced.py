@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from commgrid.advisor.calibration import CALIBRATION, Calibration
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.layer import Machine
+from commgrid.cost_model.calibration import CALIBRATION, Calibration
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.layer import Machine
 from commgrid.observe.call import Call
 from commgrid.observe.traces import Trace
 
@@ -36,7 +36,7 @@ def pricer(
         calibration: the share of a datasheet's bandwidth that is reached.
 
     Example:
-        >>> from commgrid.advisor.cluster import CLUSTERS
+        >>> from commgrid.cost_model.cluster import CLUSTERS
         >>> from commgrid.observe.call import Group
         >>> call = Call(Group("tp", tuple(range(8))), "all_reduce", bytes=10**9)
         >>> f"{1e3 * pricer(CLUSTERS['h100'])(Trace(0, (), 0, {}), call):.1f} ms"

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from commgrid.advisor.placement import members_of
+from commgrid.cost_model.placement import members_of
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks, pack_order, unpack_order
 from commgrid.layout.ranks import RankTuple, as_ranks

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import collective_time
-from commgrid.advisor.fitting import Measured
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.collective import collective_time
+from commgrid.cost_model.fit import Measured
 from commgrid.viz.figure import INK, PAPER, colour, new_figure
 
 if TYPE_CHECKING:

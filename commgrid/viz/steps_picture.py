@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from commgrid.advisor.search import describe
-from commgrid.advisor.step import PARTS, StepCost
-from commgrid.advisor.why import NAMES
+from commgrid.cost_model.search import describe
+from commgrid.cost_model.step import PARTS, StepCost
+from commgrid.cost_model.why import NAMES
 from commgrid.viz.figure import INK, colour, new_figure
 
 if TYPE_CHECKING:

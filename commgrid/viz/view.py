@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.crossing import Crossing, find_crossings
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.crossing import Crossing, find_crossings
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_index, highest_rank

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster
-from commgrid.advisor.crossing import find_crossings
+from commgrid.cost_model.cluster import CLUSTERS, Cluster
+from commgrid.cost_model.crossing import find_crossings
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 

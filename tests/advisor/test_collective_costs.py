@@ -12,15 +12,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level
-from commgrid.advisor.collectives import (
+from commgrid.cost_model.cluster import CLUSTERS, Cluster, Device, Level
+from commgrid.cost_model.collective import (
     COLLECTIVES,
     algorithms,
     bus_bandwidth,
     bus_factor,
     collective_time,
 )
-from commgrid.advisor.redistribution import (
+from commgrid.cost_model.redistribution import (
     redistribution,
     redistribution_bytes,
     redistribution_time,

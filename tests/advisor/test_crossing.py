@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from commgrid import GridSpec, SpecError
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
-from commgrid.advisor.crossing import check_within, find_crossings, warnings
+from commgrid.cost_model.cluster import CLUSTERS, Cluster, Device, Level, find_cluster, nodes_of
+from commgrid.cost_model.crossing import check_within, find_crossings, warnings
 
 H100 = CLUSTERS["h100"]
 

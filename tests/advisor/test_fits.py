@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from commgrid.advisor.cluster import Cluster, Device, Level, find_cluster
-from commgrid.advisor.collectives import collective_time
-from commgrid.advisor.fitting import Measured, fit, too_fast
-from commgrid.advisor.forms import Fit, one_level_time
+from commgrid.cost_model.cluster import Cluster, Device, Level, find_cluster
+from commgrid.cost_model.collective import collective_time
+from commgrid.cost_model.collective_form import Fit, one_level_time
+from commgrid.cost_model.fit import Measured, fit, too_fast
 from commgrid.errors import SpecError
 
 LEVELS = (Level("node", 8), Level("cluster", None))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from commgrid.advisor.model import MODELS, Model, find_model
+from commgrid.cost_model.model import MODELS, Model, find_model
 from commgrid.errors import SpecError
 
 GPT = Model(

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from commgrid.advisor.calibration import CALIBRATION
-from commgrid.advisor.cluster import CLUSTERS, Cluster, Span
-from commgrid.advisor.collectives import bus_factor, collective_time
-from commgrid.advisor.config import ORDERS, RECOMPUTE, ZERO_STAGES, ParallelConfig
-from commgrid.advisor.fitting import Measured, fit
-from commgrid.advisor.forms import Fit
-from commgrid.advisor.layer import Machine
-from commgrid.advisor.model import MODELS
-from commgrid.advisor.placement import of_config, of_spec, span_of
-from commgrid.advisor.search import search
-from commgrid.advisor.step import PARTS, StepCost, step_cost, traffic
-from commgrid.advisor.why import why
 from commgrid.cli.plan_model import given_step, spec_of
+from commgrid.cost_model.calibration import CALIBRATION
+from commgrid.cost_model.cluster import CLUSTERS, Cluster
+from commgrid.cost_model.collective import bus_factor, collective_time
+from commgrid.cost_model.collective_form import Fit, Span
+from commgrid.cost_model.config import ORDERS, RECOMPUTE, ZERO_STAGES, ParallelConfig
+from commgrid.cost_model.fit import Measured, fit
+from commgrid.cost_model.layer import Machine
+from commgrid.cost_model.model import MODELS
+from commgrid.cost_model.placement import of_config, of_spec, span_of
+from commgrid.cost_model.search import search
+from commgrid.cost_model.step import PARTS, StepCost, step_cost, traffic
+from commgrid.cost_model.why import why
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 

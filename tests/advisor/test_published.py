@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from commgrid.advisor.calibration import CALIBRATION
+from commgrid.cost_model.calibration import CALIBRATION
 from tests.benchmarks.published import fit, predict, runs
 from tests.docs.pages import DOCS
 

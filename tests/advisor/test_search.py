@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster
-from commgrid.advisor.config import ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.advisor.model import MODELS, Model
-from commgrid.advisor.search import FAR, describe, search
-from commgrid.advisor.step import StepCost, Term, step_cost
-from commgrid.advisor.why import limits, why_worse
+from commgrid.cost_model.cluster import CLUSTERS, Cluster
+from commgrid.cost_model.config import ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.cost_model.model import MODELS, Model
+from commgrid.cost_model.search import FAR, describe, search
+from commgrid.cost_model.step import StepCost, Term, step_cost
+from commgrid.cost_model.why import limits, why_worse
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 

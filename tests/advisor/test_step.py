@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from commgrid.advisor.calibration import CALIBRATION, SOURCES
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.config import ORDERS, ParallelConfig
-from commgrid.advisor.layer import Job, Machine, layer_cost
-from commgrid.advisor.memory import MEMORY_PARTS, layer_activations, memory_of
-from commgrid.advisor.model import MODELS, Model
-from commgrid.advisor.placement import of_config
-from commgrid.advisor.step import PARTS, step_cost
-from commgrid.advisor.why import why
+from commgrid.cost_model.calibration import CALIBRATION, SOURCES
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.config import ORDERS, ParallelConfig
+from commgrid.cost_model.layer import Job, Machine, layer_cost
+from commgrid.cost_model.memory import MEMORY_PARTS, layer_activations, memory_of
+from commgrid.cost_model.model import MODELS, Model
+from commgrid.cost_model.placement import of_config
+from commgrid.cost_model.step import PARTS, step_cost
+from commgrid.cost_model.why import why
 from commgrid.pipeline.schedule import interleaved, one_f_one_b
 from commgrid.pipeline.simulator import Times, simulate
 from commgrid.planning.spec import GridSpec

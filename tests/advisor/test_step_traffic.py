@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.crossing import find_crossings
-from commgrid.advisor.model import find_model
-from commgrid.advisor.placement import of_spec
-from commgrid.advisor.step import Traffic, step_cost, traffic
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.crossing import find_crossings
+from commgrid.cost_model.model import find_model
+from commgrid.cost_model.placement import of_spec
+from commgrid.cost_model.step import Traffic, step_cost, traffic
 from commgrid.planning.spec import GridSpec
 
 GPT = replace(find_model("gpt-175b"), batch=64)

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from commgrid.advisor.cluster import CLUSTERS, Cluster, nodes_of
-from commgrid.advisor.collectives import collective_time
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.fitting import Measured, fit
-from commgrid.advisor.model import MODELS, Model
-from commgrid.advisor.placement import of_spec
-from commgrid.advisor.search import fastest, search
-from commgrid.advisor.step import step_cost
-from commgrid.advisor.why import why
+from commgrid.cost_model.cluster import CLUSTERS, Cluster, nodes_of
+from commgrid.cost_model.collective import collective_time
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.fit import Measured, fit
+from commgrid.cost_model.model import MODELS, Model
+from commgrid.cost_model.placement import of_spec
+from commgrid.cost_model.search import fastest, search
+from commgrid.cost_model.step import step_cost
+from commgrid.cost_model.why import why
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec

@@ -18,8 +18,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.collectives import COLLECTIVES
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.collective import COLLECTIVES
 from commgrid.observe.bench import Effort, bench
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 

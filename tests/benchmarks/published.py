@@ -25,14 +25,14 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from commgrid.advisor.calibration import CALIBRATION, Calibration
-from commgrid.advisor.cluster import CLUSTERS, Cluster
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.layer import Machine
-from commgrid.advisor.model import MODELS, Model
-from commgrid.advisor.search import describe, search
-from commgrid.advisor.step import StepCost, step_cost
-from commgrid.advisor.why import why_worse
+from commgrid.cost_model.calibration import CALIBRATION, Calibration
+from commgrid.cost_model.cluster import CLUSTERS, Cluster
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.layer import Machine
+from commgrid.cost_model.model import MODELS, Model
+from commgrid.cost_model.search import describe, search
+from commgrid.cost_model.step import StepCost, step_cost
+from commgrid.cost_model.why import why_worse
 
 DATA = Path(__file__).parents[1] / "data" / "published_runs.yaml"
 KINDS = {"A100-80GB": "a100", "H100-80GB": "h100", "GB200-186GB": "gb200"}

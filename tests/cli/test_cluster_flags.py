@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from commgrid import Cluster
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.crossing import find_crossings
 from commgrid.cli import main
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.crossing import find_crossings
 from commgrid.layout.ranks import Mode, RankSet, RankTuple
 from commgrid.planning.spec import GridSpec
 from commgrid.wording import around

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from commgrid.advisor.cluster import CLUSTERS
 from commgrid.cli import main
+from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.planning.diff import compare
 from commgrid.planning.spec import GridSpec
 

@@ -209,10 +209,13 @@ print(*sys.modules)
 @pytest.mark.parametrize(
     ("argv", "without"),
     [
-        ("plan --tp 8 --world-size 64", "commgrid.advisor.cluster commgrid.advisor.step yaml"),
-        ("plan --tp 8 --world-size 64 --cluster h100", "commgrid.advisor.step"),
-        ("explain --tp 8 --world-size 64 --rank 3", "commgrid.advisor.step yaml"),
-        ("presets", "commgrid.advisor.cluster"),
+        (
+            "plan --tp 8 --world-size 64",
+            "commgrid.cost_model.cluster commgrid.cost_model.step yaml",
+        ),
+        ("plan --tp 8 --world-size 64 --cluster h100", "commgrid.cost_model.step"),
+        ("explain --tp 8 --world-size 64 --rank 3", "commgrid.cost_model.step yaml"),
+        ("presets", "commgrid.cost_model.cluster"),
     ],
 )
 def test_a_command_loads_what_it_uses(argv: str, without: str) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from commgrid.advisor.cluster import CLUSTERS
 from commgrid.cli import main
+from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.planning.spec import GridSpec
 from tests.cli.test_flags_and_files import JOB, refused
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from commgrid.advisor.config import ORDERS, ParallelConfig
-from commgrid.advisor.model import MODELS
 from commgrid.cli import main
 from commgrid.cli.plan_model import start_lines
+from commgrid.cost_model.config import ORDERS, ParallelConfig
+from commgrid.cost_model.model import MODELS
 from commgrid.planning.spec import GridSpec
 
 GPT = ["--model", "gpt-175b", "--batch", "512", "--cluster", "h100", "--world-size", "256"]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from commgrid import Cluster, GridSpec
-from commgrid.advisor.model import Model
+from commgrid.cost_model.model import Model
 from tests.docs import pages
 from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, name_of
 from tests.docs.public import public_names

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.model import MODELS
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.model import MODELS
 from commgrid.planning.presets import PRESETS
 
 ROOT = Path(__file__).parents[2]

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from commgrid import cli
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.collectives import collective_time
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.model import Model
-from commgrid.advisor.step import step_cost, traffic
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.collective import collective_time
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.model import Model
+from commgrid.cost_model.step import step_cost, traffic
 from commgrid.observe import trace_files, traces
 from commgrid.observe.call import Call, Group
 from commgrid.observe.priced import pricer

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from commgrid import GridSpec
-from commgrid.advisor.cluster import CLUSTERS
-from commgrid.advisor.model import MODELS
-from commgrid.advisor.search import describe, search
-from commgrid.advisor.step import PARTS
 from commgrid.cli import main
+from commgrid.cost_model.cluster import CLUSTERS
+from commgrid.cost_model.model import MODELS
+from commgrid.cost_model.search import describe, search
+from commgrid.cost_model.step import PARTS
 from commgrid.viz.figure import drawing
 from commgrid.viz.steps_picture import draw_steps
 

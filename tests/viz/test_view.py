@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from commgrid import GridSpec, SpecError, UnknownGroupError
-from commgrid.advisor.cluster import CLUSTERS
 from commgrid.cli import main
+from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.planning.plan import GroupPlan
 from commgrid.viz.page import page_data
 from commgrid.viz.view import GridView

@@ -19,7 +19,8 @@ NCCL, `src/graph/tuning.cc`. Sizes and bus bandwidth: nccl-tests, `doc/PERFORMAN
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,6 +46,64 @@ Form = Callable[[float, Spread, Sequence[Link]], float]
 def highest(spread: Spread) -> int:
     """The place of the highest level that a group of this spread crosses; 0 for one rank."""
     return max((place for place, count in enumerate(spread) if count > 1), default=0)
+
+
+class Span(NamedTuple):
+    """A group on a cluster: two numbers for each level, the lowest first.
+
+    Args:
+        spread: the most of its ranks in a node, then the most nodes in a unit of the next level,
+            and so on.
+        narrow: the same of the units with fewest of its ranks, whose few links its collectives
+            wait for. It is `spread` where all units have as many, and their product is then the
+            group's size.
+    """
+
+    spread: tuple[int, ...]
+    narrow: tuple[int, ...]
+
+    @property
+    def place(self) -> int:
+        """The place of the highest level that the group crosses; 0 for one rank."""
+        return highest(self.spread)
+
+    @classmethod
+    def of(cls, units: Sequence[int], sizes: Sequence[int | None]) -> Span:
+        """Count a group's ranks.
+
+        Args:
+            units: the unit of the lowest level that each rank is in.
+            sizes: of the cluster's levels, as their `size`.
+
+        Example:
+            >>> Span.of([0, 0, 0, 0, 1, 1], [8, None])
+            Span(spread=(4, 2), narrow=(2, 3))
+        """
+        if len(set(units)) == 1:
+            alone = (len(units), *[1] * (len(sizes) - 1))
+            return cls(alone, alone)
+        held = Counter(units)
+        fewest = min(held.values(), default=0)
+        spread, narrow = [max(held.values(), default=0)], [fewest]
+        for size in sizes[1:]:
+            ranks: Counter[int] = Counter()
+            below: Counter[int] = Counter()
+            for unit, count in held.items():
+                above = 0 if size is None else unit // size
+                ranks[above] += count
+                below[above] += 1
+            spread.append(max(below.values(), default=0))
+            before, fewest = max(fewest, 1), min(ranks.values(), default=0)
+            narrow.append(-(-fewest // before))
+            held = ranks
+        return cls(tuple(spread), tuple(narrow))
+
+
+def widest(spans: Collection[Span]) -> Span:
+    """Of all groups of a name the spread that crosses most, and where they cross it, the narrowest
+    units: the others wait for these."""
+    spread = max((span.spread for span in spans), key=lambda each: each[::-1])
+    return Span(spread, min(span.narrow for span in spans if span.place == highest(spread)))
 
 
 def _hops(spread: Spread, levels: Sequence[Link]) -> float:
@@ -168,9 +227,6 @@ def one_level_time(
     return form(size, (ranks,), (Link(latency, bandwidth),))
 
 
-# ---- what was measured --------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Fit:
     """A collective on one level: a form, and its latency and bandwidth.
@@ -178,7 +234,7 @@ class Fit:
     Args:
         collective: which.
         level: the name of the level.
-        algorithm: the form (see `commgrid.advisor.collectives`) that fits best.
+        algorithm: the form (see `commgrid.cost_model.collective`) that fits best.
         latency: the form's, in seconds.
         bandwidth: the form's, in bytes a second.
     """

@@ -1,21 +1,21 @@
 """The time of collectives on a cluster: on one level by their forms, over several by the cheapest.
 
 `Cluster.span` gives the ranks of a group by level: (8, 4) are 8 ranks in each of 4 nodes. Beside
-the forms of `forms.py` over all levels at once, there is `hierarchical`: one level after the other,
-of an all-reduce reduce-scatter inside, all-reduce across, all-gather inside.
+the forms of `collective_form.py` over all levels at once, there is `hierarchical`: one level after
+the other, of an all-reduce reduce-scatter inside, all-reduce across, all-gather inside.
 """
 
 from __future__ import annotations
 
 import math
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.forms import KINDS, Link, Spread, highest
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.collective_form import KINDS, Link, Spread, highest
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 
 COLLECTIVES = tuple(KINDS)
-"""Collectives with a cost; `forms.KINDS` says how their sizes are counted."""
+"""Collectives with a cost; `collective_form.KINDS` says how their sizes are counted."""
 
 
 def collective_time(
@@ -37,7 +37,7 @@ def collective_time(
             spread that does not fit the cluster.
 
     Example:
-        >>> from commgrid.advisor.cluster import CLUSTERS
+        >>> from commgrid.cost_model.cluster import CLUSTERS
         >>> inside = collective_time("all_reduce", 1e9, (8, 1), CLUSTERS["h100"])
         >>> across = collective_time("all_reduce", 1e9, (1, 8), CLUSTERS["h100"])
         >>> f"{inside * 1e3:.1f} ms in a node, {across * 1e3:.1f} ms between 8 nodes"

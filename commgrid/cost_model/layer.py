@@ -7,12 +7,12 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from commgrid.advisor.calibration import Calibration
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import collective_time
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.model import Model
-from commgrid.advisor.placement import Placement, Spread
+from commgrid.cost_model.calibration import Calibration
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.collective import collective_time
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.model import Model
+from commgrid.cost_model.placement import Placement, Spread
 
 LINEAR_BYTES = 2
 """Of a number in 16 bits, as activations and weights are sent."""

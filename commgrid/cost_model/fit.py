@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import bus_bandwidth
-from commgrid.advisor.forms import KINDS, Fit, one_level_time
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.collective import bus_bandwidth
+from commgrid.cost_model.collective_form import KINDS, Fit, one_level_time
 from commgrid.errors import SpecError
 
 
@@ -19,7 +19,7 @@ class Measured:
     Args:
         group: the name.
         names: all whose groups have the same ranks and options.
-        collective: one of `commgrid.advisor.collectives.COLLECTIVES`.
+        collective: one of `commgrid.cost_model.collective.COLLECTIVES`.
         size: bytes, as nccl-tests counts them.
         count: elements that a rank gives, as nccl-tests counts them.
         ranks: of a group.
@@ -55,9 +55,9 @@ class Measured:
 def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
     """The cluster with a fit for each collective on each level that was measured.
 
-    A level's fits come from groups that lie on that level alone; what crosses several is put
-    together of them. Each is a form of `commgrid.advisor.forms` whose latency and bandwidth
-    have the least squares of relative errors. A level's own latency and bandwidth become those of
+    A level's fits come from groups that lie on that level alone; the time over
+    several follows from them. Each is a form of `commgrid.cost_model.collective_form` whose latency
+    and bandwidth have the least squares of relative errors. A level's own latency and bandwidth become those of
     its all-reduce, or of the first collective that was measured.
 
     Args:

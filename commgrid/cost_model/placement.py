@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from commgrid.advisor.cluster import Cluster, Hosts, Span, widest
-from commgrid.advisor.config import ORDERS, ParallelConfig
+from commgrid.cost_model.cluster import Cluster, Hosts
+from commgrid.cost_model.collective_form import Span, widest
+from commgrid.cost_model.config import ORDERS, ParallelConfig
 from commgrid.errors import SpecError
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import Mode, RankSet
@@ -84,7 +85,7 @@ def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
         axes: size and stride of each.
         world: ranks there are.
 
-    >>> from commgrid.advisor.cluster import CLUSTERS
+    >>> from commgrid.cost_model.cluster import CLUSTERS
     >>> span_of(CLUSTERS["h100"], ((4, 8), (2, 1)), 32).spread
     (2, 4)
     """
@@ -260,7 +261,8 @@ class Places:
     def _count(self, group: GroupDef, layout: RankLayout) -> tuple[Span, Load]:
         unit = self._units(0)
         groups = list(members_of(group, layout))
-        spans = {Span.of([unit[rank] for rank in ranks], self.cluster.levels) for ranks in groups}
+        sizes = [level.size for level in self.cluster.levels]
+        spans = {Span.of([unit[rank] for rank in ranks], sizes) for ranks in groups}
         span = widest(spans)
         below = self._units(max(span.place - 1, 0))
         return span, _load(groups, span.place, below.__getitem__)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from commgrid.advisor.calibration import NCCL_GB, RESERVED_GB
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.model import Model
+from commgrid.cost_model.calibration import NCCL_GB, RESERVED_GB
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.model import Model
 
 WEIGHT, MASTER, MOMENTS = 2, 4, 8
 """Bytes of a parameter: in bf16, in fp32, and Adam's two moments in fp32."""

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import re
 
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import bus_factor, collective_time
-from commgrid.advisor.forms import Spread
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.collective import bus_factor, collective_time
+from commgrid.cost_model.collective_form import Spread
 from commgrid.errors import SpecError
 
 _SHARD = re.compile(r"(?:S|Shard)\((?:dim=)?(-?\d+)\)")
@@ -80,7 +80,7 @@ def redistribution_time(
         spread: ranks of the axis's group by level: `narrow` of `Cluster.span`.
         cluster: with the latency and bandwidth of each level.
 
-    >>> from commgrid.advisor.cluster import CLUSTERS
+    >>> from commgrid.cost_model.cluster import CLUSTERS
     >>> f"{redistribution_time('S(0)', 'R', 1e9, (8, 1), CLUSTERS['h100']) * 1e3:.2f} ms"
     '1.97 ms'
     """

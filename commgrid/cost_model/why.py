@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from commgrid.advisor.calibration import SOURCES
-from commgrid.advisor.config import RECOMPUTE, ParallelConfig
-from commgrid.advisor.forms import highest
-from commgrid.advisor.step import PARTS, StepCost
+from commgrid.cost_model.calibration import SOURCES
+from commgrid.cost_model.collective_form import highest
+from commgrid.cost_model.config import RECOMPUTE, ParallelConfig
+from commgrid.cost_model.step import PARTS, StepCost
 from commgrid.wording import several
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
-_FORMS = "commgrid/advisor/forms.py (ring, tree) and collectives.py (hierarchical)"
+_FORMS = "commgrid/cost_model/collective_form.py (ring, tree) and collectives.py (hierarchical)"
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from commgrid.layout.axis_names import nearest
 from commgrid.wording import several
 
 if TYPE_CHECKING:
-    from commgrid.advisor.model import Model
+    from commgrid.cost_model.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
 """The part of a layer's forward to compute again in the backward.
@@ -130,7 +130,7 @@ class ParallelConfig:
         Where the stages do not divide the layers, the last stage has one less, then the
         first, which have the output layer and the embedding; then the others.
 
-        >>> from commgrid.advisor.model import MODELS
+        >>> from commgrid.cost_model.model import MODELS
         >>> ParallelConfig(pp=16).stage_layers(MODELS["llama3-405b"])
         Stages(first=7, most=8, last=7)
         """

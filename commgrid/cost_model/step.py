@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from commgrid.advisor.calibration import CALIBRATION, Calibration
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.collectives import bus_factor
-from commgrid.advisor.config import ParallelConfig
-from commgrid.advisor.forms import highest
-from commgrid.advisor.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
-from commgrid.advisor.memory import Memory, fullest_parameters, memory_of
-from commgrid.advisor.model import Model
-from commgrid.advisor.placement import Placement, Spread, of_config
+from commgrid.cost_model.calibration import CALIBRATION, Calibration
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.collective import bus_factor
+from commgrid.cost_model.collective_form import highest
+from commgrid.cost_model.config import ParallelConfig
+from commgrid.cost_model.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
+from commgrid.cost_model.memory import Memory, fullest_parameters, memory_of
+from commgrid.cost_model.model import Model
+from commgrid.cost_model.placement import Placement, Spread, of_config
 from commgrid.errors import SpecError
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any, NoReturn
 
-from commgrid.advisor.calibration import CALIBRATION, Calibration
-from commgrid.advisor.cluster import Cluster
-from commgrid.advisor.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
-from commgrid.advisor.layer import Job, Machine, layer_cost
-from commgrid.advisor.memory import Memory, memory_of
-from commgrid.advisor.model import Model
-from commgrid.advisor.placement import Placement, of_config
-from commgrid.advisor.step import StepCost, step_cost
+from commgrid.cost_model.calibration import CALIBRATION, Calibration
+from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.cost_model.layer import Job, Machine, layer_cost
+from commgrid.cost_model.memory import Memory, memory_of
+from commgrid.cost_model.model import Model
+from commgrid.cost_model.placement import Placement, of_config
+from commgrid.cost_model.step import StepCost, step_cost
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import MOST_RANK, divisors
@@ -86,8 +86,8 @@ def search(
             would.
 
     Example:
-        >>> from commgrid.advisor.cluster import CLUSTERS
-        >>> from commgrid.advisor.model import find_model
+        >>> from commgrid.cost_model.cluster import CLUSTERS
+        >>> from commgrid.cost_model.model import find_model
         >>> found = search(find_model("llama3-70b"), 64, CLUSTERS["h100"], tp=8)
         >>> describe(found.best[0].config)
         'tp 8 · pp 2 · dp 4'

@@ -10,12 +10,12 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from commgrid.advisor.forms import Fit, Link, fits_from, highest
+from commgrid.cost_model.collective_form import Fit, Link, Span, fits_from
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import highest_rank
@@ -79,64 +79,6 @@ class Level:
                 "has them, such as h100"
             )
         return Link(self.latency, self.bandwidth)
-
-
-class Span(NamedTuple):
-    """A group on a cluster: two numbers for each level, the lowest first.
-
-    Args:
-        spread: the most of its ranks in a node, then the most nodes in a unit of the next level,
-            and so on.
-        narrow: the same of the units with fewest of its ranks, whose few links its collectives
-            wait for. It is `spread` where all units have as many, and their product is then the
-            group's size.
-    """
-
-    spread: tuple[int, ...]
-    narrow: tuple[int, ...]
-
-    @property
-    def place(self) -> int:
-        """The place of the highest level that the group crosses; 0 for one rank."""
-        return highest(self.spread)
-
-    @classmethod
-    def of(cls, units: Sequence[int], levels: Sequence[Level]) -> Span:
-        """Count a group's ranks.
-
-        Args:
-            units: the unit of the lowest level that each rank is in.
-            levels: of the cluster.
-
-        Example:
-            >>> Span.of([0, 0, 0, 0, 1, 1], CLUSTERS["h100"].levels)
-            Span(spread=(4, 2), narrow=(2, 3))
-        """
-        if len(set(units)) == 1:
-            alone = (len(units), *[1] * (len(levels) - 1))
-            return cls(alone, alone)
-        held = Counter(units)
-        fewest = min(held.values(), default=0)
-        spread, narrow = [max(held.values(), default=0)], [fewest]
-        for level in levels[1:]:
-            ranks: Counter[int] = Counter()
-            below: Counter[int] = Counter()
-            for unit, count in held.items():
-                above = 0 if level.size is None else unit // level.size
-                ranks[above] += count
-                below[above] += 1
-            spread.append(max(below.values(), default=0))
-            before, fewest = max(fewest, 1), min(ranks.values(), default=0)
-            narrow.append(-(-fewest // before))
-            held = ranks
-        return cls(tuple(spread), tuple(narrow))
-
-
-def widest(spans: Collection[Span]) -> Span:
-    """Of all groups of a name the spread that crosses most, and where they cross it, the narrowest
-    units: the others wait for these."""
-    spread = max((span.spread for span in spans), key=lambda each: each[::-1])
-    return Span(spread, min(span.narrow for span in spans if span.place == highest(spread)))
 
 
 @dataclass(frozen=True)
@@ -235,7 +177,7 @@ class Cluster:
 
     def span(self, ranks: Iterable[int], hosts: Hosts | None = None) -> Span:
         """Count a group's ranks by level; arguments as of `spread`."""
-        return Span.of(self.lowest_units(ranks, hosts), self.levels)
+        return Span.of(self.lowest_units(ranks, hosts), [level.size for level in self.levels])
 
     def lowest_units(self, ranks: Iterable[int], hosts: Hosts | None = None) -> list[int]:
         """The unit of the lowest level that each of the ranks is in.
@@ -489,7 +431,6 @@ def _node_size(variable: str, value: str) -> int:
 _CLUSTER = ("name", "device", "levels", "source", "fits")
 _DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
 _LEVEL = ("name", "size", "gb_per_s", "latency_us", "measured")
-
 
 CLUSTERS = Table(
     "cluster ", Path(__file__).with_name("clusters.yaml"),

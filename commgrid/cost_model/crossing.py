@@ -10,9 +10,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from commgrid.advisor.cluster import Cluster, Hosts, Level
-from commgrid.advisor.forms import highest
-from commgrid.advisor.placement import Places
+from commgrid.cost_model.cluster import Cluster, Hosts, Level
+from commgrid.cost_model.collective_form import highest
+from commgrid.cost_model.placement import Places
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import RankTuple, divisors
@@ -32,7 +32,7 @@ class Crossing:
             training runs them.
 
     Example:
-        >>> from commgrid.advisor.cluster import CLUSTERS
+        >>> from commgrid.cost_model.cluster import CLUSTERS
         >>> spec = GridSpec.build(tp=8).resolve(256)
         >>> dp = find_crossings(spec, CLUSTERS["h100"])["dp"]
         >>> dp.spread, dp.level.name, dp.describe()
@@ -122,7 +122,7 @@ def warnings(spec: GridSpec, cluster: Cluster, found: Mapping[str, Crossing]) ->
         found: what `find_crossings` says of them.
 
     Example:
-        >>> from commgrid.advisor.cluster import CLUSTERS
+        >>> from commgrid.cost_model.cluster import CLUSTERS
         >>> spec, h100 = GridSpec.build(tp=16).resolve(32), CLUSTERS["h100"]
         >>> for told in warnings(spec, h100, find_crossings(spec, h100)):
         ...     print(told)
