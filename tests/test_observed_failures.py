@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError
+from commgrid.call_records import processes
 from commgrid.failures import named_failures
-from commgrid.observe import processes
 from commgrid.runtime.whereabouts import whereabouts
 from commgrid.testing import run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable

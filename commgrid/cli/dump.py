@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_records.processes import Dumped, dump, of_one_job, running
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.observe.processes import Dumped, dump, of_one_job, running
 
 _EXAMPLES = """examples:
   commgrid dump                                 (on a host where the job hangs)

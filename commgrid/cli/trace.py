@@ -10,12 +10,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import price as priced
+from commgrid.call_records import trace as traces
+from commgrid.call_records.call import Call
 from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
 from commgrid.cost_model.cluster import Cluster, find_cluster
-from commgrid.observe import diagnosis, priced, trace_files, traces
-from commgrid.observe.call import Call
+from commgrid.observe import diagnosis
 from commgrid.viz.page import write_page
 from commgrid.viz.trace_page import draw_trace_page
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commgrid.observe.call import Call, Group
+from commgrid.call_records.call import Call, Group
 from commgrid.observe.findings import Finding, said
 from commgrid.observe.ledger import Ledger, Wait
 from commgrid.observe.waiting import finding, waited

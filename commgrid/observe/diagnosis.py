@@ -12,17 +12,18 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import flight_recorder
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
-from commgrid.observe import flight_recorder, trace_files
 from commgrid.observe.astray import on_another_group
-from commgrid.observe.call import Call, Group
 from commgrid.observe.circles import CIRCLES, circles, deadlock
 from commgrid.observe.findings import Diagnosis, Finding, lasted, said
 from commgrid.observe.ledger import Ledger, Wait
 from commgrid.observe.mismatches import KINDS_OF_CALLS, mismatches
 from commgrid.observe.recorded import crossed_group
 from commgrid.observe.slowness import slow_ranks
-from commgrid.observe.traces import Trace
 from commgrid.observe.waiting import finding, is_held, skipped, waited
 
 PATIENCE = 1.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from commgrid.observe.call import Call, Group
-from commgrid.observe.traces import Trace
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-from commgrid.observe.call import Call, Group, Handle
+from commgrid.call_records.call import Call, Group, Handle
 from commgrid.observe.cycles import circle_through
 from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of
 

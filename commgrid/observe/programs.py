@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from commgrid.call_records.call import Call, Handle
 from commgrid.errors import SpecError
-from commgrid.observe.call import Call, Handle
 
 
 @dataclass(frozen=True, slots=True)

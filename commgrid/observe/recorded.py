@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from commgrid.call_records.call import Call
+from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
-from commgrid.observe.call import Call
 from commgrid.observe.programs import Batch, Step, Wait
-from commgrid.observe.traces import Trace
 
 
 def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from commgrid.observe.call import Call, Group
+from commgrid.call_records.call import Call, Group
 from commgrid.observe.findings import Finding, lasted
 from commgrid.observe.ledger import Ledger
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import trace as traces
+from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
-from commgrid.observe import trace_files, traces
-from commgrid.observe.traces import Trace
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.registry import live_grids
 from commgrid.torch_compat.world import is_initialized, world_rank

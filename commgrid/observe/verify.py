@@ -28,10 +28,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_records import files as trace_files
+from commgrid.call_records.call import Call, Group, Handle
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.observe import trace_files
-from commgrid.observe.call import Call, Group, Handle
 from commgrid.observe.order import RULES, Event, Laid, Side, circle, lay_out, run
 from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of, check_sides
 from commgrid.observe.recorded import from_traces

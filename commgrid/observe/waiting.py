@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commgrid.observe.call import Call
+from commgrid.call_records.call import Call
 from commgrid.observe.findings import Finding, lasted
 from commgrid.observe.ledger import Ledger, Wait
 

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commgrid.call_records.operations import TRANSFERS
+from commgrid.call_records.ring import Ring
 from commgrid.errors import CommGridError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.observe.operations import TRANSFERS
-from commgrid.observe.ring import Ring
 from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import calls as torch_calls
 from commgrid.torch_compat.calls import ByIdentity
@@ -35,7 +35,7 @@ CAPACITY = 100_000
 
 
 class Recorder:
-    """Keeps the last calls of this process in a ring (`commgrid.observe.ring`).
+    """Keeps the last calls of this process in a ring (`commgrid.call_records.ring`).
 
     Args:
         capacity: how many.

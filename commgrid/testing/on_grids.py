@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError, SpecError
-from commgrid.observe import trace_files
 from commgrid.observe.audit.auditing import Audit
 from commgrid.observe.audit.compare import Seen, compare
 from commgrid.observe.audit.dry import record

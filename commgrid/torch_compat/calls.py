@@ -23,14 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.observe.operations import Alike, Operation, alike, methods
+from commgrid.call_records.operations import Alike, Operation, alike, methods
 
 
 class Arguments(NamedTuple):
-    """What this rank hands to torch in a call (`commgrid.observe.call` is its record).
+    """What this rank hands to torch in a call (`commgrid.call_records.call` is its record).
 
     Args:
-        operation: such as `all_reduce` (`commgrid.observe.operations`).
+        operation: such as `all_reduce` (`commgrid.call_records.operations`).
         tensors: what the rank hands in; of `recv` and `scatter` what it gets.
         peer: group rank of a transfer's other side, or of the root of a collective with one.
         output: bytes that the rank gets, where all ranks have to get as many.

@@ -7,8 +7,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_records import files as trace_files
 from commgrid.errors import SpecError
-from commgrid.observe import trace_files
 from commgrid.viz.page import filled
 
 MOST_CALLS = 200_000

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from commgrid import SpecError
+from commgrid.call_records.call import Call
 from commgrid.cli import main
-from commgrid.observe.call import Call
 from commgrid.observe.programs import Batch, Wait
 from commgrid.observe.verify import programs
 

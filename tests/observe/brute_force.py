@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
-from commgrid.observe.call import Call
+from commgrid.call_records.call import Call
 from commgrid.observe.programs import Batch, Programs, Step, Wait
 
 Id = tuple[int, int, int]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from commgrid import cli
-from commgrid.observe import trace_files
+from commgrid.call_records import files as trace_files
 from commgrid.observe.audit import child
 from commgrid.planning.audited import VARIABLE
 from commgrid.runtime import recorder

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from commgrid import SpecError
-from commgrid.observe.call import Call, Group
+from commgrid.call_records.call import Call, Group
 from commgrid.observe.order import RULES
 from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of
 from commgrid.observe.verify import check

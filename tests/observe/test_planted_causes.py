@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid.observe import diagnosis, operations, trace_files
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import operations
+from commgrid.observe import diagnosis
 from commgrid.observe.findings import Diagnosis
 from commgrid.observe.recorded import from_traces
 from commgrid.observe.verify import check as check_programs

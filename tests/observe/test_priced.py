@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from commgrid import cli
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import trace as traces
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.price import pricer
+from commgrid.call_records.trace import Trace
 from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.cost_model.collective import collective_time
 from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import Model
 from commgrid.cost_model.step import step_cost, traffic
-from commgrid.observe import trace_files, traces
-from commgrid.observe.call import Call, Group
-from commgrid.observe.priced import pricer
-from commgrid.observe.traces import Trace
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT
 from tests.observe.test_trace_files import saved

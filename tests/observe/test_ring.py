@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import SpecError
-from commgrid.observe import ring, trace_files
-from commgrid.observe.ring import Ring
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import ring
+from commgrid.call_records.ring import Ring
 from commgrid.runtime import recorder
 from commgrid.torch_compat import calls as torch_calls
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from commgrid.observe.call import Call, Group
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.observe.ledger import Ledger
 from commgrid.observe.slowness import slow_ranks
-from commgrid.observe.traces import Trace
 
 RANKS = (0, 1, 2)
 

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import SpecError
+from commgrid.call_records.call import Call
 from commgrid.observe import verify
-from commgrid.observe.call import Call
 from commgrid.observe.order import RULES
 from commgrid.observe.programs import Batch, Wait, calls_of
 from commgrid.observe.stages import Around, check_schedule, programs_of

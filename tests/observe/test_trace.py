@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, SpecError
+from commgrid.call_records import files as trace_files
 from commgrid.cli import main
 from commgrid.collectives import all_reduce
-from commgrid.observe import trace_files
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import calls as torch_calls
 

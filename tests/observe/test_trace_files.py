@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from commgrid import SpecError
+from commgrid.call_records import files as trace_files
 from commgrid.cli import main
-from commgrid.observe import trace_files
 
 CALL = ["tp", 0, "all_reduce", [2], "float32", 8, None, "a.py:1 f", 0, 100, 200, 0]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.observe.operations import TRANSFERS
+from commgrid.call_records.operations import TRANSFERS
 from commgrid.runtime.recorder import GroupNames, caller, place_of
 from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat.calls import Arguments

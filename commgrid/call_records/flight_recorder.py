@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from commgrid.call_records.call import Call, Group, on_group
+from commgrid.call_records.operations import named
+from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
-from commgrid.observe.call import Call, Group, on_group
-from commgrid.observe.operations import named
-from commgrid.observe.traces import Trace
 
 _RANK = re.compile(r"(\d+)(\.\w+)?$")
 _TRANSFER = re.compile(r"(send|recv) (\d+)(?:->|<-)(\d+)")

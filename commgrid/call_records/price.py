@@ -14,11 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
+from commgrid.call_records.call import Call
+from commgrid.call_records.trace import Trace
 from commgrid.cost_model.calibration import CALIBRATION, Calibration
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.layer import Machine
-from commgrid.observe.call import Call
-from commgrid.observe.traces import Trace
 
 _AS = {"barrier": "all_reduce", "reduce": "broadcast", "gather": "send_recv",
        "scatter": "send_recv", "send": "send_recv", "recv": "send_recv"}  # fmt: skip
@@ -37,7 +37,7 @@ def pricer(
 
     Example:
         >>> from commgrid.cost_model.cluster import CLUSTERS
-        >>> from commgrid.observe.call import Group
+        >>> from commgrid.call_records.call import Group
         >>> call = Call(Group("tp", tuple(range(8))), "all_reduce", bytes=10**9)
         >>> f"{1e3 * pricer(CLUSTERS['h100'])(Trace(0, (), 0, {}), call):.1f} ms"
         '4.9 ms'

@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from commgrid.call_records import ring
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.observe import ring
 
 _QUIET = 0.2  # seconds without a new line, after which stacks are whole
 

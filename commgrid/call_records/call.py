@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from commgrid.observe.operations import TRANSFERS, Alike, alike, described
+from commgrid.call_records.operations import TRANSFERS, Alike, alike, described
 
 Handle = int | str
 

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_records import ring
+from commgrid.call_records.call import Call, Group, on_group
+from commgrid.call_records.operations import TRANSFERS
+from commgrid.call_records.ring import FORMAT
+from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.observe import ring
-from commgrid.observe.call import Call, Group, on_group
-from commgrid.observe.operations import TRANSFERS
-from commgrid.observe.ring import FORMAT
-from commgrid.observe.traces import Trace
 
 _OPTIONAL = (int, type(None))
 KEYS: dict[str, type | tuple[type, ...]] = {

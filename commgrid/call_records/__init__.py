@@ -1,0 +1,1 @@
+"""Records of calls: what a rank has issued, in memory, in files, and as tables; without torch."""

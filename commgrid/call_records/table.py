@@ -1,0 +1,99 @@
+"""Sums of recorded calls by group, operation and place, and their table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
+
+
+@dataclass(frozen=True)
+class Sum:
+    """Calls of one operation, on one group, from one place, of all ranks.
+
+    Args:
+        group, operation, where: what they have in common.
+        calls: of the rank that has most.
+        bytes: of that rank.
+        seconds: from call to end of the wait, of the rank that spent most.
+        share: of the time from that rank's first call to its last; calls that overlap count each.
+    """
+
+    group: str
+    operation: str
+    where: str
+    calls: int
+    bytes: int
+    seconds: float
+    share: float
+
+
+def summed(
+    traces: Iterable[Trace], price: Callable[[Trace, Call], float] | None = None
+) -> list[Sum]:
+    """Sum up all calls, the longest first.
+
+    Args:
+        traces: of any ranks.
+        price: seconds of a call, instead of the recorded time; NaN, unknown, counts as 0.
+            Shares are then of the sum over a rank's calls.
+    """
+    found: dict[tuple[str, str, str], Sum] = {}
+    for trace in traces:
+        own: dict[tuple[str, str, str], list[Call]] = {}
+        for call in trace.calls:
+            own.setdefault((call.group.name, call.operation, call.where), []).append(call)
+        each = {key: _seconds(trace, calls, price) for key, calls in own.items()}
+        whole = _length(trace.calls) if price is None else sum(each.values())
+        for key, calls in own.items():
+            seconds = each[key]
+            share = seconds / whole if whole else 0.0
+            made = Sum(*key, len(calls), sum(c.bytes for c in calls), seconds, share)
+            if key not in found or made.seconds > found[key].seconds:
+                found[key] = made
+    return sorted(found.values(), key=lambda each: (-each.seconds, each.group, each.operation))
+
+
+def _seconds(
+    trace: Trace, calls: Iterable[Call], price: Callable[[Trace, Call], float] | None
+) -> float:
+    if price is None:
+        return sum(call.ended - call.began for call in calls if call.ended is not None)
+    return sum(s for s in (price(trace, call) for call in calls) if not math.isnan(s))
+
+
+def _length(calls: Sequence[Call]) -> float:
+    """Seconds from the first call to the end of the last."""
+    if not calls:
+        return 0.0
+    return max(call.ended or call.issued or call.began for call in calls) - calls[0].began
+
+
+def as_table(sums: Sequence[Sum], most: int = 30) -> str:
+    """A line for each sum, the longest first.
+
+    Args:
+        sums: as `summed` gives them.
+        most: lines.
+    """
+    if not sums:
+        return "nothing was recorded"
+    rows = [("group", "operation", "calls", "bytes", "seconds", "share", "where")]
+    digits = 4 if max(s.seconds for s in sums) >= 1e-3 else 6
+    rows += [
+        (Group(s.group, ()).short, s.operation, f"{s.calls:,}", f"{s.bytes:,}",
+         f"{s.seconds:.{digits}f}", f"{s.share:.1%}", s.where)
+        for s in sums[:most]
+    ]  # fmt: skip
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    lines = []
+    for row in rows:
+        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
+        cells += [row[column].rjust(widths[column]) for column in range(2, 6)]
+        lines.append("  ".join([*cells, row[6]]))
+    if len(sums) > most:
+        lines.append(f"and {len(sums) - most} more")
+    return "\n".join(lines)
