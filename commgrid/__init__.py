@@ -29,9 +29,10 @@ from commgrid.on_demand import on_demand
 from commgrid.version import VERSION
 
 if TYPE_CHECKING:
+    from commgrid import trace
+    from commgrid.call_analysis import verification as verify
     from commgrid.cost_model.cluster import Cluster
     from commgrid.layout.rank_layout import RankLayout
-    from commgrid.observe import trace, verify
     from commgrid.planning.audited import audit_sizes
     from commgrid.planning.plan import GroupPlan
     from commgrid.planning.spec import GridSpec
@@ -117,9 +118,8 @@ _ON_DEMAND = {
     "recover": "commgrid.recovery",
     "shutdown": "commgrid.runtime.registry",
     "size": "commgrid.runtime.registry",
-    "trace": "commgrid.observe",
     "use_grid": "commgrid.runtime.registry",
-    "verify": "commgrid.observe",
 }
+_MODULES = {"trace": "commgrid.trace", "verify": "commgrid.call_analysis.verification"}
 
-__getattr__, __dir__ = on_demand(globals(), _ON_DEMAND)
+__getattr__, __dir__ = on_demand(globals(), _ON_DEMAND, _MODULES)

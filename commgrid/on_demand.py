@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 
 def on_demand(
-    module: dict[str, Any], where: Mapping[str, str]
+    module: dict[str, Any],
+    where: Mapping[str, str],
+    modules: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`, by which its names are found (PEP 562).
 
@@ -17,6 +20,7 @@ def on_demand(
     Args:
         module: the package's `globals()`.
         where: name to the module that has it.
+        modules: name to the module that it stands for.
 
     Example:
         >>> package = {"__name__": "package", "__all__": ["sqrt"], "json": None}
@@ -26,9 +30,13 @@ def on_demand(
     """
 
     def get(name: str) -> Any:
-        if name not in where:
+        if name in modules:
+            value = importlib.import_module(modules[name])
+        elif name in where:
+            value = getattr(importlib.import_module(where[name]), name)
+        else:
             raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
-        value = module[name] = getattr(importlib.import_module(where[name]), name)
+        module[name] = value
         return value
 
     def listed() -> list[str]:

@@ -482,7 +482,7 @@ MUTANTS = (
     # -- observe -----------------------------------------------------------------------------
     Mutant(
         "a rank one call behind counts as there",
-        "commgrid/observe/ledger.py",
+        "commgrid/call_analysis/event.py",
         "if self.entered(group, m) <= turn)",
         "if self.entered(group, m) < turn)",
         (
@@ -492,14 +492,14 @@ MUTANTS = (
     ),
     Mutant(
         "calls that differ are taken as one",
-        "commgrid/observe/order.py",
+        "commgrid/call_analysis/rules.py",
         "if event.begun == len(event.needs) and event.is_alike:",
         "if event.begun == len(event.needs):",
         ("tests/observe/test_order.py::test_a_known_bad_program_has_the_shortest_reason",),
     ),
     Mutant(
         "the last rank is charged with the time since the first",
-        "commgrid/observe/slowness.py",
+        "commgrid/call_analysis/straggler.py",
         "lost = calls[order[-1]].began - calls[order[-2]].began",
         "lost = calls[order[-1]].began - calls[order[0]].began",
         ("tests/observe/test_slow_ranks.py",),

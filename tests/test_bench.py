@@ -17,13 +17,13 @@ import pytest
 import torch.distributed as dist
 
 import commgrid
+from commgrid.bench import Effort, bench
 from commgrid.cli import main
 from commgrid.cli.bench import as_table
 from commgrid.cost_model.cluster import CLUSTERS, find_cluster
 from commgrid.cost_model.collective import COLLECTIVES, collective_time
 from commgrid.cost_model.fit import Measured
 from commgrid.errors import SpecError, UnknownGroupError
-from commgrid.observe.bench import Effort, bench
 from commgrid.testing import run_on_ranks
 
 BOX = CLUSTERS["h100"]

@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     _check_output(args)
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
-    from commgrid.observe import bench
+    from commgrid import bench
     from commgrid.runtime.registry import is_initialized, shutdown
     from commgrid.runtime.starting import initialize, started_ranks
 

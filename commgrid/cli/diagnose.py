@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis import diagnosis
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
-from commgrid.observe import diagnosis
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py

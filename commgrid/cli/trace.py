@@ -10,15 +10,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis import diagnosis
 from commgrid.call_records import files as trace_files
-from commgrid.call_records import price as priced
-from commgrid.call_records import trace as traces
 from commgrid.call_records.call import Call
+from commgrid.call_records.price import pricer, world_size
+from commgrid.call_records.table import Sum, as_table, summed
+from commgrid.call_records.timeline import as_events
+from commgrid.call_records.trace import Trace
 from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
 from commgrid.cost_model.cluster import Cluster, find_cluster
-from commgrid.observe import diagnosis
 from commgrid.viz.page import write_page
 from commgrid.viz.trace_page import draw_trace_page
 
@@ -64,15 +66,15 @@ def run(args: argparse.Namespace) -> int:
             page = draw_trace_page(args.folder, seen.as_dict() if seen else None)
             write_page(page, args.output)
         else:
-            write_page(json.dumps(traces.as_events(found)), args.output)
+            write_page(json.dumps(as_events(found)), args.output)
         give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}")
         return 0
     cluster = None if args.cluster is None else find_cluster(args.cluster)
     price = None
     if cluster is not None:
-        cluster.check_ranks((priced.world_size(found) - 1,))
-        price = priced.pricer(cluster)
-    sums = traces.summed(found, price)
+        cluster.check_ranks((world_size(found) - 1,))
+        price = pricer(cluster)
+    sums = summed(found, price)
     unknown = _without_price(found, price)
     give(
         args,
@@ -88,9 +90,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _without_price(
-    found: list[traces.Trace], price: Callable[[traces.Trace, Call], float] | None
-) -> list[str]:
+def _without_price(found: list[Trace], price: Callable[[Trace, Call], float] | None) -> list[str]:
     """The operations of which the model has no cost."""
     if price is None:
         return []
@@ -98,8 +98,8 @@ def _without_price(
 
 
 def _as_text(
-    found: list[traces.Trace],
-    sums: list[traces.Sum],
+    found: list[Trace],
+    sums: list[Sum],
     top: int,
     cluster: Cluster | None,
     unknown: list[str],
@@ -108,7 +108,7 @@ def _as_text(
     head = f"{len(found)} ranks, {calls:,} calls"
     if cluster is not None:
         head += f"; seconds as the cost model has them on {cluster.name}, each call by itself"
-    lines = [head, "", traces.as_table(sums, top)]
+    lines = [head, "", as_table(sums, top)]
     if unknown:
         lines += ["", f"no cost model for: {', '.join(unknown)}"]
     if dropped := sum(trace.dropped for trace in found):

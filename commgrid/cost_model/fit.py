@@ -55,10 +55,10 @@ class Measured:
 def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
     """The cluster with a fit for each collective on each level that was measured.
 
-    A level's fits come from groups that lie on that level alone; the time over
-    several follows from them. Each is a form of `commgrid.cost_model.collective_form` whose latency
-    and bandwidth have the least squares of relative errors. A level's own latency and bandwidth become those of
-    its all-reduce, or of the first collective that was measured.
+    A level's fits come from groups that lie on that level alone; the time over several follows from
+    them. Each is a form of `commgrid.cost_model.collective_form` whose latency and bandwidth have
+    the least squares of relative errors. A level's own latency and bandwidth become those of its
+    all-reduce, or of the first collective that was measured.
 
     Args:
         rows: of groups that communicated at once, as in training.

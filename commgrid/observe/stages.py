@@ -17,10 +17,10 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from commgrid.call_analysis.program import Batch, Step, Wait
+from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records.call import Call, Group
 from commgrid.errors import SpecError
-from commgrid.observe.programs import Batch, Step, Wait
-from commgrid.observe.verify import Verdict, check
 from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
 from commgrid.pipeline.schedule import (
     BackwardWeight,

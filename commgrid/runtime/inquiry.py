@@ -22,13 +22,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis.diagnosis import PATIENCE
+from commgrid.call_analysis.diagnosis import diagnose as judge
+from commgrid.call_analysis.finding import Diagnosis
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import processes
 from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
-from commgrid.observe.diagnosis import PATIENCE
-from commgrid.observe.diagnosis import diagnose as judge
-from commgrid.observe.findings import Diagnosis
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts

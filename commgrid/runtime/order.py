@@ -23,10 +23,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from commgrid.call_analysis.wait_cycle import circle_through
 from commgrid.call_records import processes
 from commgrid.call_records.operations import TRANSFERS, described
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
-from commgrid.observe.cycles import circle_through
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import caller, place_of

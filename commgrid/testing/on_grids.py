@@ -14,6 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis.program import crossed_group, from_traces, whole
+from commgrid.call_analysis.rules import RULES
+from commgrid.call_analysis.verification import check
 from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError, SpecError
 from commgrid.observe.audit.auditing import Audit
@@ -22,9 +25,6 @@ from commgrid.observe.audit.dry import record
 from commgrid.observe.audit.findings import Comparison
 from commgrid.observe.audit.observer import Observer
 from commgrid.observe.audit.records import all_done
-from commgrid.observe.order import RULES
-from commgrid.observe.recorded import crossed_group, from_traces, whole
-from commgrid.observe.verify import check
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing.ranks import run_on_ranks
 from commgrid.torch_compat import world as torch_world

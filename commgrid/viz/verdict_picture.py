@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from commgrid.call_analysis.verification import Box, Verdict
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.observe.verify import Box, Verdict
 from commgrid.viz.figure import ALERT, FAINT, INK, PAPER, new_figure
 
 if TYPE_CHECKING:

@@ -18,9 +18,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
+from commgrid.bench import Effort, bench
 from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.cost_model.collective import COLLECTIVES
-from commgrid.observe.bench import Effort, bench
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 
 GROUPS = ("tp", "dp_cp", "pp_dp_cp_tp")  # of 2, 4 and 8 ranks

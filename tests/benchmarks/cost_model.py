@@ -18,10 +18,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
+from commgrid.bench import Effort, bench, find_cluster
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.collective import collective_time
 from commgrid.cost_model.fit import Measured, fit
-from commgrid.observe.bench import Effort, bench, find_cluster
 from tests.benchmarks.report import Row, main, run_on_ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

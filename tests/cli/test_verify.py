@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from commgrid import SpecError
+from commgrid.call_analysis.program import Batch, Wait
+from commgrid.call_analysis.verification import programs
 from commgrid.call_records.call import Call
 from commgrid.cli import main
-from commgrid.observe.programs import Batch, Wait
-from commgrid.observe.verify import programs
 
 
 def saved(folder: Path, rank: int, *calls: tuple[Any, ...], **more: Any) -> None:

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 import commgrid
+from commgrid import bench as benches
 from commgrid import checkpoint
 from commgrid.checkpoint import staging
 from commgrid.cost_model.collective import COLLECTIVES, bus_bandwidth
 from commgrid.cost_model.fit import fit
-from commgrid.observe import bench as benches
 from tests.gpu.on_gpus import on_gpus
 
 

@@ -1,8 +1,8 @@
 """Programs of ranks taken through every interleaving, one small step after another.
 
-Written from the rules alone, without what `commgrid.observe.order` makes of them: it knows nothing
-of circles, looks at no queue but by scanning what was issued, and tries every order in which calls
-can be issued and end.
+Written from the rules alone, without what `commgrid.call_analysis.rules` makes of them: it knows
+nothing of circles, looks at no queue but by scanning what was issued, and tries every order in
+which calls can be issued and end.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations
 
+from commgrid.call_analysis.program import Batch, Programs, Step, Wait
 from commgrid.call_records.call import Call
-from commgrid.observe.programs import Batch, Programs, Step, Wait
 
 Id = tuple[int, int, int]
 """Rank, step, and place in the step."""

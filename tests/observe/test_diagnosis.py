@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import SpecError
+from commgrid.call_analysis import diagnosis
 from commgrid.cli import main
-from commgrid.observe import diagnosis
 from commgrid.testing import run_on_ranks
 
 

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import SpecError
+from commgrid.call_analysis import diagnosis
 from commgrid.call_records import processes
 from commgrid.call_records.processes import Process
 from commgrid.cli import main
-from commgrid.observe import diagnosis
 from commgrid.testing import run_on_ranks
 from tests.waiting import comes, until_waits
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError
+from commgrid.call_analysis import diagnosis
 from commgrid.failures import named_failures
-from commgrid.observe import diagnosis
 from commgrid.runtime import inquiry, recorder
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import world as torch_world

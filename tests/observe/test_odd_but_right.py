@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commgrid
-from commgrid.observe import diagnosis
+from commgrid.call_analysis import diagnosis
 from commgrid.testing import run_on_ranks
 
 Program = Callable[[Any], object]

@@ -8,10 +8,10 @@ from collections import Counter
 import pytest
 
 from commgrid import SpecError
+from commgrid.call_analysis.program import Batch, Programs, Step, Wait, calls_of
+from commgrid.call_analysis.rules import RULES
+from commgrid.call_analysis.verification import check
 from commgrid.call_records.call import Call, Group
-from commgrid.observe.order import RULES
-from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of
-from commgrid.observe.verify import check
 from tests.observe.brute_force import World, fewest
 from tests.sizes import full
 

@@ -21,12 +21,12 @@ import torch
 import torch.distributed as dist
 
 import commgrid
+from commgrid.call_analysis import diagnosis
+from commgrid.call_analysis.finding import Diagnosis
+from commgrid.call_analysis.program import from_traces
+from commgrid.call_analysis.verification import check as check_programs
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import operations
-from commgrid.observe import diagnosis
-from commgrid.observe.findings import Diagnosis
-from commgrid.observe.recorded import from_traces
-from commgrid.observe.verify import check as check_programs
 from commgrid.runtime import recorder
 from commgrid.testing import run_on_ranks
 from tests.flags import meet

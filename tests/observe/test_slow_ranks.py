@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from commgrid.call_analysis.event import Ledger
+from commgrid.call_analysis.straggler import slow_ranks
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
-from commgrid.observe.ledger import Ledger
-from commgrid.observe.slowness import slow_ranks
 
 RANKS = (0, 1, 2)
 

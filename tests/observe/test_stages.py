@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import SpecError
+from commgrid.call_analysis import verification as verify
+from commgrid.call_analysis.program import Batch, Wait, calls_of
+from commgrid.call_analysis.rules import RULES
+from commgrid.call_analysis.verification import check
 from commgrid.call_records.call import Call
-from commgrid.observe import verify
-from commgrid.observe.order import RULES
-from commgrid.observe.programs import Batch, Wait, calls_of
 from commgrid.observe.stages import Around, check_schedule, programs_of
-from commgrid.observe.verify import check
 from commgrid.pipeline import (
     Backward,
     Forward,

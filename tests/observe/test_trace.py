@@ -228,7 +228,7 @@ def test_a_batch_that_has_one_work_is_over_when_that_is(grid: Any) -> None:
 
 
 def test_nothing_recorded_is_said() -> None:
-    from commgrid.observe import trace
+    from commgrid import trace
 
     trace._kept.clear()
     with pytest.raises(CommGridError, match=r"nothing was recorded; .*COMMGRID_TRACE"):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from commgrid.call_analysis.program import Step
+from commgrid.call_analysis.verification import Call, Group, check
 from commgrid.cli import main
 from commgrid.cli import verify as command
-from commgrid.observe.programs import Step
-from commgrid.observe.verify import Call, Group, check
 from commgrid.viz.figure import ALERT, drawing
 from commgrid.viz.verdict_picture import MOST, arrows, draw_verdict, rows_of
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.finding import Finding, lasted
 from commgrid.call_records.call import Call
-from commgrid.observe.findings import Finding, lasted
-from commgrid.observe.ledger import Ledger, Wait
 
 
 def waited(wait: Wait, ranks: int = 1) -> str:

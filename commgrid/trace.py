@@ -17,7 +17,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from commgrid.call_records import files as trace_files
-from commgrid.call_records import trace as traces
+from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
 from commgrid.runtime import inquiry, recorder
@@ -96,7 +96,7 @@ def summary(most: int = 30) -> str:
         ['broadcast', '1', '16']
         >>> commgrid.shutdown()
     """
-    return traces.as_table(traces.summed([recorded()]), most)
+    return as_table(summed([recorded()]), most)
 
 
 def save(folder: str | Path) -> Path:

@@ -39,9 +39,9 @@ from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+from commgrid.call_analysis.program import Batch, Programs, Step, Wait, calls_of
+from commgrid.call_analysis.wait_cycle import circle_through
 from commgrid.call_records.call import Call, Group, Handle
-from commgrid.observe.cycles import circle_through
-from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of
 
 RULES = ("nccl", "gloo", "strict")
 

@@ -18,7 +18,7 @@ all_reduce 0
       rank 1 waits in dp all_reduce 0 (b.py:40) for rank 0, which comes to it at a.py:15, after tp \
 all_reduce 0
 
-The rules, and why one look at the programs decides it, are in `commgrid.observe.order`.
+The rules, and why one look at the programs decides it, are in `commgrid.call_analysis.rules`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,20 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis.program import (
+    Batch,
+    Programs,
+    Step,
+    Wait,
+    calls_of,
+    check_sides,
+    from_traces,
+)
+from commgrid.call_analysis.rules import RULES, Event, Laid, Side, circle, lay_out, run
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group, Handle
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.observe.order import RULES, Event, Laid, Side, circle, lay_out, run
-from commgrid.observe.programs import Batch, Programs, Step, Wait, calls_of, check_sides
-from commgrid.observe.recorded import from_traces
 
 __all__ = ["Batch", "Box", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 
+from commgrid.call_analysis.event import Ledger
+from commgrid.call_analysis.finding import Finding, said
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.operations import Alike
-from commgrid.observe.findings import Finding, said
-from commgrid.observe.ledger import Ledger
 
 KINDS_OF_CALLS = (
     "skipped call", "extra call", "other order", "other operation", "other root",

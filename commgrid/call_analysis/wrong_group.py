@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.finding import Finding, said
+from commgrid.call_analysis.wait_state import finding, waited
 from commgrid.call_records.call import Call, Group
-from commgrid.observe.findings import Finding, said
-from commgrid.observe.ledger import Ledger, Wait
-from commgrid.observe.waiting import finding, waited
 
 
 def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -> Finding | None:

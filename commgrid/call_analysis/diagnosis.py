@@ -12,19 +12,19 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.finding import Diagnosis, Finding, lasted, said
+from commgrid.call_analysis.mismatch import KINDS_OF_CALLS, mismatches
+from commgrid.call_analysis.program import crossed_group
+from commgrid.call_analysis.straggler import slow_ranks
+from commgrid.call_analysis.wait_cycle import CIRCLES, circles, deadlock
+from commgrid.call_analysis.wait_state import finding, is_held, skipped, waited
+from commgrid.call_analysis.wrong_group import on_another_group
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import flight_recorder
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
-from commgrid.observe.astray import on_another_group
-from commgrid.observe.circles import CIRCLES, circles, deadlock
-from commgrid.observe.findings import Diagnosis, Finding, lasted, said
-from commgrid.observe.ledger import Ledger, Wait
-from commgrid.observe.mismatches import KINDS_OF_CALLS, mismatches
-from commgrid.observe.recorded import crossed_group
-from commgrid.observe.slowness import slow_ranks
-from commgrid.observe.waiting import finding, is_held, skipped, waited
 
 PATIENCE = 1.0
 """Seconds for which a rank may wait before that is worth a word."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from commgrid.call_analysis.event import Ledger
+from commgrid.call_analysis.finding import Finding, lasted
 from commgrid.call_records.call import Call, Group
-from commgrid.observe.findings import Finding, lasted
-from commgrid.observe.ledger import Ledger
 
 _SLOW_SHARE = 0.25  # of the time that was recorded, and
 _SLOW_SECONDS = 0.5  # at least, others have waited for one rank: it is slow

@@ -1,0 +1,1 @@
+"""What recorded or planned calls mean: who waits for whom, whether all can end; without torch."""
