@@ -32,11 +32,11 @@ from commgrid.checkpoint.stored import check_has
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
+from commgrid.rendezvous.timeouts import Seconds
 from commgrid.resharding.items import Item, Value
 from commgrid.runtime.rebuild import States
 from commgrid.runtime.rebuild import rebuild as _rebuild
 from commgrid.runtime.registry import get_grid
-from commgrid.runtime.seconds import Seconds
 from commgrid.transfer.live import Transfer
 from commgrid.transfer.models import Part
 

@@ -15,8 +15,8 @@ from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import as_index
 from commgrid.planning.audited import audit_sizes
 from commgrid.planning.options import DEFAULT_SHARE
+from commgrid.rendezvous.timeouts import Seconds
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.seconds import Seconds
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.grid_state import MegatronState
 from megatron_adapter.spec import (

@@ -76,28 +76,28 @@ MUTANTS = (
     # -- runtime -----------------------------------------------------------------------------
     Mutant(
         "a card that is taken stays on the board",
-        "commgrid/rendezvous/match.py",
+        "commgrid/rendezvous/grid_match.py",
         "            waiting.remove(found)\n",
         "            pass\n",
         ("tests/rendezvous/test_match.py::test_all_at_once_find_one_each",),
     ),
     Mutant(
         "an answer that comes late is left at the store",
-        "commgrid/rendezvous/questions.py",
+        "commgrid/rendezvous/remote_questions.py",
         "                    self._late.append((at, (yield Now())))",
         "                    pass",
         ("tests/rendezvous/test_questions.py::test_every_fault_at_every_operation",),
     ),
     Mutant(
         "the last rank of a block of arrivals is not asked for",
-        "commgrid/rendezvous/arrivals.py",
+        "commgrid/rendezvous/arrival_bitmap.py",
         "near = range(block * BLOCK, (block + 1) * BLOCK)",
         "near = range(block * BLOCK, (block + 1) * BLOCK - 1)",
         ("tests/rendezvous/test_arrivals.py::test_any_of_them_may_be_the_last",),
     ),
     Mutant(
         "a second process as one rank leaves its mark among the arrivals",
-        "commgrid/rendezvous/arrivals.py",
+        "commgrid/rendezvous/arrival_bitmap.py",
         '        yield Add(f"{at}/{block}", -bit)\n',
         "",
         ("tests/rendezvous/test_arrivals.py::test_a_second_process_does_not_touch_its_neighbour",),
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     Mutant(
         "an epoch is linked to the one before it before it is announced",
-        "commgrid/rendezvous/epoch.py",
+        "commgrid/rendezvous/world_epoch.py",
         """        yield Put("epoch", self._token.encode())
         if before is not None:
             yield Put(f"{before}/next", self._token.encode())
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         "the only absent rank is named at once",
-        "commgrid/rendezvous/failure.py",
+        "commgrid/rendezvous/failure_round.py",
         "limit = min(limit, last + timeouts().settle)",
         "limit = last",
         ("tests/rendezvous/test_failure.py::test_of_two_ranks_the_later_one_is_not_named",),
@@ -391,7 +391,7 @@ MUTANTS = (
     ),
     Mutant(
         "a stage receives from itself",
-        "commgrid/pipeline/exchange.py",
+        "commgrid/pipeline_schedules/messages.py",
         "recv = Recv(stage, chunk, action.microbatch, action.stage, message)",
         "recv = Recv(stage, chunk, action.microbatch, stage, message)",
         (

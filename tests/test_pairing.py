@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.bridge import Bridge
-from commgrid.rendezvous import match
+from commgrid.rendezvous import grid_match as match
 from commgrid.runtime.pairing import Card
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat.world import world_store

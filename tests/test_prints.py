@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import GridSpec, GroupPlan, HyperCommGrid
-from commgrid.pipeline.schedule import make_schedule
-from commgrid.pipeline.simulator import simulate
+from commgrid.pipeline_schedules.schedule import make_schedule
+from commgrid.pipeline_schedules.simulator import simulate
 from commgrid.testing import run_on_ranks
 
 ROWS = {"odd": {"ranks": [[i, i + 1] for i in range(0, 4096, 2)]}}

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import TCPStore
 import commgrid
 from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
-from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.runtime import failures, inquiry, registry
 from commgrid.testing import free_port, run_on_ranks

@@ -25,10 +25,10 @@ from commgrid.errors import (
     SpecError,
 )
 from commgrid.rendezvous.agreement import PHASES
+from commgrid.rendezvous.timeouts import Seconds, as_seconds
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pair_group import PairGroup
 from commgrid.runtime.pairing import SIDES, Card, Pairing
-from commgrid.runtime.seconds import Seconds, as_seconds
 
 
 class Bridge(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from commgrid.errors import SpecError
-from commgrid.pipeline.schedule import Schedule
+from commgrid.pipeline_schedules.schedule import Schedule
 
 
 def split_schedule(schedule: Schedule, *stages: int) -> tuple[Schedule, ...]:

@@ -26,8 +26,8 @@ from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.cost_model.cluster import nodes_of
 from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
-from commgrid.pipeline.schedule import Schedule, make_schedule
-from commgrid.pipeline.simulator import Simulation, simulate
+from commgrid.pipeline_schedules.schedule import Schedule, make_schedule
+from commgrid.pipeline_schedules.simulator import Simulation, simulate
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 from commgrid.resharding.traffic import as_table

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from commgrid.on_demand import on_demand
-from commgrid.pipeline.exchange import Exchange, programs
-from commgrid.pipeline.partition import partition_layers
-from commgrid.pipeline.schedule import (
+from commgrid.pipeline_schedules.messages import Exchange, programs
+from commgrid.pipeline_schedules.partition import partition_layers
+from commgrid.pipeline_schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -25,7 +25,7 @@ from commgrid.pipeline.schedule import (
     one_f_one_b,
     zb_h1,
 )
-from commgrid.pipeline.simulator import Simulation, Times, simulate
+from commgrid.pipeline_schedules.simulator import Simulation, Times, simulate
 
 if TYPE_CHECKING:
     from commgrid.pipeline.p2p import StageLinks

@@ -14,8 +14,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.pipeline.backward import WeightGradients, backward_input
-from commgrid.pipeline.exchange import Exchange, Program, message_of
-from commgrid.pipeline.schedule import (
+from commgrid.pipeline_schedules.messages import Exchange, Program, message_of
+from commgrid.pipeline_schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -25,7 +25,7 @@ from commgrid.pipeline.schedule import (
     Schedule,
     Send,
 )
-from commgrid.pipeline.simulator import Span
+from commgrid.pipeline_schedules.simulator import Span
 
 if TYPE_CHECKING:
     from commgrid.pipeline.stage import Pipeline

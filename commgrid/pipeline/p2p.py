@@ -26,8 +26,8 @@ from torch import Tensor
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
-from commgrid.pipeline.exchange import Exchange
-from commgrid.pipeline.schedule import Message, Send
+from commgrid.pipeline_schedules.messages import Exchange
+from commgrid.pipeline_schedules.schedule import Message, Send
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid

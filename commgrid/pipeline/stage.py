@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.norm import device_of
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
-from commgrid.observe.stages import check_schedule
-from commgrid.pipeline.exchange import Program, programs
 from commgrid.pipeline.execution import Execution, Loss
 from commgrid.pipeline.p2p import StageLinks
-from commgrid.pipeline.schedule import (
+from commgrid.pipeline.shared import add_up, check_reduced, check_shared, set_aside
+from commgrid.pipeline_schedules.messages import Program, programs
+from commgrid.pipeline_schedules.proof import check_schedule
+from commgrid.pipeline_schedules.schedule import (
     Backward,
     BackwardInput,
     Computation,
@@ -30,8 +31,7 @@ from commgrid.pipeline.schedule import (
     forward_only,
     make_schedule,
 )
-from commgrid.pipeline.shared import add_up, check_reduced, check_shared, set_aside
-from commgrid.pipeline.simulator import Span
+from commgrid.pipeline_schedules.simulator import Span
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.registry import get_grid, is_initialized
 

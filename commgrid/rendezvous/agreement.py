@@ -23,17 +23,7 @@ from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks, pack, unpack
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
-from commgrid.rendezvous.decision import (
-    absent,
-    error_of,
-    failed,
-    held_up,
-    mismatch,
-    no_decision,
-    ranks_entry,
-    ranks_of,
-)
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.documents import drop_documents, holders_of, merged, show, shown
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import (
@@ -48,6 +38,16 @@ from commgrid.rendezvous.round import (
     round_,
     said,
     tidy,
+)
+from commgrid.rendezvous.start_decision import (
+    absent,
+    error_of,
+    failed,
+    held_up,
+    mismatch,
+    no_decision,
+    ranks_entry,
+    ranks_of,
 )
 from commgrid.rendezvous.timeouts import timeouts
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Drop, Now, Protocol, Wait
 from commgrid.rendezvous.round import Decision, agreed, conclude, drop, round_
 from commgrid.rendezvous.timeouts import timeouts

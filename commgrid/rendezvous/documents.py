@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commgrid.rendezvous.arrivals import arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import arrive, arrived, counters
 from commgrid.rendezvous.op import Cas, Drop, Get, Protocol
 
 MOST_DOCUMENTS = 8

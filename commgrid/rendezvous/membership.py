@@ -30,7 +30,7 @@ from commgrid.errors import (
     SpecError,
 )
 from commgrid.layout.rank_text import describe_ranks, pack, unpack
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import forget, said, tidy
 from commgrid.rendezvous.timeouts import timeouts

@@ -23,12 +23,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, StoreLostError, Wait
 from commgrid.rendezvous.timeouts import timeouts
 
 Decision = dict[str, Any]
-"""`kind` is "agreed", or the name of a failure (`commgrid.rendezvous.decision`)."""
+"""`kind` is "agreed", or the name of a failure (`commgrid.rendezvous.start_decision`)."""
 Decide = Callable[[Sequence[int], bool], Protocol[Mapping[str, Any]]]
 """Makes a round's decision, given its absent members, and whether the time is up. If it is up and
 none is absent, the last member to arrive has ended before it could decide."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from datetime import timedelta
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
@@ -141,3 +142,18 @@ def use_timeouts(chosen: Timeouts | None) -> None:
     """Set the durations of this process; None: those of the environment again."""
     global _chosen
     _chosen = chosen
+
+
+Seconds = float | timedelta
+
+
+def as_seconds(key: str, value: Seconds) -> float:
+    """A duration given as seconds or timedelta, in seconds.
+
+    Raises:
+        SpecError: not above 0, endless, or no duration.
+    """
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    if type(seconds) not in (int, float) or not 0 < seconds < 1e9:
+        raise SpecError(f"{key}={value!r}: expected seconds above 0, or a timedelta")
+    return float(seconds)

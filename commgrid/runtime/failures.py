@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import inquiry
@@ -215,7 +215,7 @@ class FailureBoard:
         """Find the failed rank if this one only knows that a rank is gone or silent.
 
         The grid is aborted, so that ranks that wait for this one call `inquire` too. Ranks that do
-        not are named; see `commgrid.rendezvous.failure`.
+        not are named; see `commgrid.rendezvous.failure_round`.
 
         Args:
             error: this rank's.

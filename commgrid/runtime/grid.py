@@ -16,14 +16,13 @@ from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES
-from commgrid.rendezvous.timeouts import timeouts
+from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime import hosts, summary, suspension, watching
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.missing import missing_ranks
 from commgrid.runtime.named_groups import NamedGroups
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.runtime.sub_grid import SubGrid
 from commgrid.torch_compat import failed_groups
 from commgrid.torch_compat import groups as torch_groups

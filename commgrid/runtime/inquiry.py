@@ -4,7 +4,7 @@
     kill -USR1 ──► a thread of the rank ──► rank_00003.json, rank_00003.stacks
 
 Each recording process has a thread for it. It looks for questions at the store, over a connection
-of its own (`commgrid.rendezvous.questions`), and for stacks that a signal has had written.
+of its own (`commgrid.rendezvous.remote_questions`), and for stacks that a signal has had written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from commgrid.call_records import processes
 from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
 from commgrid.rendezvous.op import StoreLostError
-from commgrid.rendezvous.questions import Questions, agreed_name, first, hear, tell
+from commgrid.rendezvous.remote_questions import Questions, agreed_name, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import recorder
 from commgrid.runtime.recorder import Recorder

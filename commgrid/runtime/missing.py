@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from commgrid.layout.rank_text import describe_ranks, unpack
-from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.failure_round import Failure
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.store import StoreDriver
 
@@ -13,7 +13,7 @@ from commgrid.torch_compat.store import StoreDriver
 def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:
     """Return the ranks that do not report after a collective has failed.
 
-    Every rank that came to the collective calls it; see `commgrid.rendezvous.failure`.
+    Every rank that came to the collective calls it; see `commgrid.rendezvous.failure_round`.
 
     Args:
         at: key of the call at the store, another one for each.

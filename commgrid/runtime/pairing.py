@@ -1,7 +1,7 @@
 """Two grids come together, where a rank may know one of them only; for a transfer, or a bridge.
 
-The first ranks of the two find each other (`commgrid.rendezvous.match`) and tell the other ranks of
-their grids. Then all ranks of both meet, compare what they were given, and name absent ranks:
+The first ranks of the two find each other (`commgrid.rendezvous.grid_match`) and tell the other
+ranks of their grids. Then all ranks of both meet, compare what they were given, and name absent ranks:
 
     first of source   finds the   first of target
     others of source  ◄── read the other grid's card ──►  others of target
@@ -29,8 +29,8 @@ from commgrid.errors import (
 )
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
-from commgrid.rendezvous import match
-from commgrid.rendezvous.match import Calls
+from commgrid.rendezvous import grid_match as match
+from commgrid.rendezvous.grid_match import Calls
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts

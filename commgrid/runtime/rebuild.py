@@ -23,11 +23,10 @@ from commgrid.layout.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
 from commgrid.rendezvous.membership import Call, LateError, Membership
-from commgrid.rendezvous.timeouts import timeouts
+from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
-from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.torch_compat import standby as torch_standby
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.store import StoreDriver

@@ -18,10 +18,10 @@ from commgrid.errors import (
     PeerTimeoutError,
 )
 from commgrid.planning.spec import GridSpec
-from commgrid.rendezvous.epoch import leave_world
 from commgrid.rendezvous.membership import Membership
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
+from commgrid.rendezvous.world_epoch import leave_world
 from commgrid.runtime import inquiry
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch

@@ -11,11 +11,11 @@ from uuid import uuid4
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import PHASES, Agreement, Tell
-from commgrid.rendezvous.decision import held_up
-from commgrid.rendezvous.epoch import FirstAgreement
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
+from commgrid.rendezvous.start_decision import held_up
 from commgrid.rendezvous.timeouts import timeouts
+from commgrid.rendezvous.world_epoch import FirstAgreement
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.addresses import own_host, ranks_here
 from commgrid.torch_compat.store import Result, StoreDriver

@@ -19,13 +19,12 @@ from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
-from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
+from commgrid.rendezvous.timeouts import Seconds, Timeouts, as_seconds, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.launch import Launch
 from commgrid.runtime.registry import Made, _registry
-from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.torch_compat import world as torch_world
 
 

@@ -16,7 +16,7 @@ import torch
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
-from commgrid.rendezvous.timeouts import timeouts
+from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.layouts import Side
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
@@ -26,7 +26,6 @@ from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pair_group import PairGroup
 from commgrid.runtime.pairing import Pairing, check_alive
-from commgrid.runtime.seconds import Seconds, as_seconds
 from commgrid.torch_compat.world import first_line, is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
-from commgrid.pipeline.simulator import Simulation
+from commgrid.pipeline_schedules.simulator import Simulation
 from commgrid.planning.plan import GroupPlan
 from commgrid.version import VERSION
 from commgrid.viz.view import GridView

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
-from commgrid.pipeline.schedule import Computation, Schedule
-from commgrid.pipeline.simulator import Simulation, Span
+from commgrid.pipeline_schedules.schedule import Computation, Schedule
+from commgrid.pipeline_schedules.simulator import Simulation, Span
 from commgrid.viz.figure import colour, ink_on, new_figure
 from commgrid.viz.json_lines import read_json_lines
 

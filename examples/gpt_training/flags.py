@@ -14,7 +14,7 @@ import yaml
 import commgrid
 from commgrid.context_parallel import WAYS
 from commgrid.layout.axis_names import nearest
-from commgrid.pipeline.schedule import SCHEDULES
+from commgrid.pipeline_schedules.schedule import SCHEDULES
 from gpt_training.flag_types import (
     above_zero,
     count,

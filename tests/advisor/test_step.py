@@ -16,8 +16,8 @@ from commgrid.cost_model.model import MODELS, Model
 from commgrid.cost_model.placement import of_config
 from commgrid.cost_model.step import PARTS, step_cost
 from commgrid.cost_model.why import why
-from commgrid.pipeline.schedule import interleaved, one_f_one_b
-from commgrid.pipeline.simulator import Times, simulate
+from commgrid.pipeline_schedules.schedule import interleaved, one_f_one_b
+from commgrid.pipeline_schedules.simulator import Times, simulate
 from commgrid.planning.spec import GridSpec
 
 H100 = CLUSTERS["h100"]

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import commgrid
 from commgrid.bridge import Bridge, split_schedule
 from commgrid.pipeline import Pipeline, make_schedule
-from commgrid.pipeline.exchange import Exchange, programs
-from commgrid.pipeline.schedule import Backward, BackwardInput, Forward, Schedule
+from commgrid.pipeline_schedules.messages import Exchange, programs
+from commgrid.pipeline_schedules.schedule import Backward, BackwardInput, Forward, Schedule
 from commgrid.testing import run_on_ranks
 from tests.bridge.test_bridge import BOUND, INNER, WIDTH, Mlp, drawn, off
 

@@ -10,8 +10,8 @@ import pytest
 
 from commgrid.cli import main
 from commgrid.cli.output import columns
-from commgrid.pipeline.schedule import make_schedule
-from commgrid.pipeline.simulator import simulate
+from commgrid.pipeline_schedules.schedule import make_schedule
+from commgrid.pipeline_schedules.simulator import simulate
 
 ROOT = Path(__file__).parents[2]
 

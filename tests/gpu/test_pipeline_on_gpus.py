@@ -8,8 +8,8 @@ from torch import Tensor, nn
 import commgrid
 from commgrid.collectives import all_gather
 from commgrid.pipeline import Pipeline, StageLinks, make_schedule, programs
-from commgrid.pipeline.exchange import Exchange
-from commgrid.pipeline.schedule import SCHEDULES, Message, Send
+from commgrid.pipeline_schedules.messages import Exchange
+from commgrid.pipeline_schedules.schedule import SCHEDULES, Message, Send
 from tests.gpu.on_gpus import on_gpus
 from tests.gpu.test_layers import close
 

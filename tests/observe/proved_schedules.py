@@ -12,9 +12,9 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 
-from commgrid.observe.stages import prove
 from commgrid.pipeline import Schedule, forward_only, make_schedule
-from commgrid.pipeline.schedule import SCHEDULES
+from commgrid.pipeline_schedules.proof import prove
+from commgrid.pipeline_schedules.schedule import SCHEDULES
 
 STAGES, MICROBATCHES, CHUNKS = range(1, 9), range(1, 33), range(1, 5)
 

@@ -18,7 +18,6 @@ from commgrid.call_analysis.program import Batch, Wait, calls_of
 from commgrid.call_analysis.rules import RULES
 from commgrid.call_analysis.verification import check
 from commgrid.call_records.call import Call
-from commgrid.observe.stages import Around, check_schedule, programs_of
 from commgrid.pipeline import (
     Backward,
     Forward,
@@ -29,7 +28,8 @@ from commgrid.pipeline import (
     one_f_one_b,
     simulate,
 )
-from commgrid.pipeline.schedule import SCHEDULES
+from commgrid.pipeline_schedules.proof import Around, check_schedule, programs_of
+from commgrid.pipeline_schedules.schedule import SCHEDULES
 from commgrid.testing import run_on_ranks
 from tests.observe.proved_schedules import prove_all, schedules
 from tests.sizes import full

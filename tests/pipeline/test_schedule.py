@@ -27,8 +27,8 @@ from commgrid.pipeline import (
     programs,
     simulate,
 )
-from commgrid.pipeline.exchange import Program
-from commgrid.pipeline.schedule import SCHEDULES, Computation, Message
+from commgrid.pipeline_schedules.messages import Program
+from commgrid.pipeline_schedules.schedule import SCHEDULES, Computation, Message
 from tests.sizes import full
 
 STAGES, CHUNKS, MICROBATCHES = (

@@ -9,10 +9,10 @@ from commgrid.errors import GridMismatchError, PeerFailedError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import RankTuple
 from commgrid.rendezvous.agreement import PHASES, Agreement
-from commgrid.rendezvous.decision import describe_mismatch, ranks_entry
-from commgrid.rendezvous.epoch import FirstAgreement
 from commgrid.rendezvous.op import Protocol
 from commgrid.rendezvous.round import REPORTERS, reports_first
+from commgrid.rendezvous.start_decision import describe_mismatch, ranks_entry
+from commgrid.rendezvous.world_epoch import FirstAgreement
 from tests.rendezvous.simulator import Process, SimulatedStore, Simulation
 
 LIMIT = 60.0

@@ -1,6 +1,6 @@
 """Bitmaps of arrivals: the last rank, the absent ranks, and two processes as one rank."""
 
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add
 from tests.rendezvous.simulator import SimulatedStore, run_alone
 

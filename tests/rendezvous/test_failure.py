@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from commgrid.layout.rank_text import unpack
-from commgrid.rendezvous.failure import Failure
+from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.timeouts import timeouts

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from commgrid.rendezvous.match import Calls, Card, Heard, match, withdraw
+from commgrid.rendezvous.grid_match import Calls, Card, Heard, match, withdraw
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError, Wait
 from commgrid.rendezvous.round import tidy
 from tests.rendezvous.simulator import FAULTS, Fault, Process, Simulation, every_fault

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from commgrid.rendezvous.op import Now, Protocol, StoreLostError, Wait
-from commgrid.rendezvous.questions import Questions, first, hear, tell
+from commgrid.rendezvous.remote_questions import Questions, first, hear, tell
 from tests.rendezvous.simulator import FAULTS, Simulation, every_fault
 
 ASKS_AT, SECONDS, LISTENS = 1.0, 30.0, 200.0

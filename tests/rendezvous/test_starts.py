@@ -17,8 +17,8 @@ import pytest
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.layout.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.rendezvous.epoch import FirstAgreement, leave_world
 from commgrid.rendezvous.op import Protocol, StoreLostError, Wait
+from commgrid.rendezvous.world_epoch import FirstAgreement, leave_world
 from tests.rendezvous.simulator import (
     FAULTS,
     PAUSES,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commgrid.pipeline.schedule import (
+from commgrid.pipeline_schedules.schedule import (
     BackwardWeight,
     Computation,
     Forward,
@@ -26,7 +26,7 @@ from commgrid.pipeline.schedule import (
     Schedule,
     Send,
 )
-from commgrid.pipeline.simulator import simulate
+from commgrid.pipeline_schedules.simulator import simulate
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
         SpecError: the schedule deadlocks.
 
     Example:
-        >>> from commgrid.pipeline.schedule import gpipe
+        >>> from commgrid.pipeline_schedules.schedule import gpipe
         >>> for step in programs(gpipe(num_stages=2, num_microbatches=1))[1]:
         ...     print(step if isinstance(step, Computation) else [*step.sends, *step.recvs])
         [Recv(stage=1, chunk=0, microbatch=0, peer=0, message=Message(kind='activation', \

@@ -18,11 +18,11 @@ from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.rendezvous.arrivals import arrive, arrived
-from commgrid.rendezvous.decision import error_of, held_up
+from commgrid.rendezvous.arrival_bitmap import arrive, arrived
 from commgrid.rendezvous.documents import show
 from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import Decision, conclude, decision_of
+from commgrid.rendezvous.start_decision import error_of, held_up
 from commgrid.rendezvous.timeouts import timeouts
 
 _LISTED = 1024  # ranks of a world whose presence is looked up one by one

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from commgrid.rendezvous.arrivals import BLOCK, Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import BLOCK, Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import forget, said
 from commgrid.rendezvous.timeouts import timeouts

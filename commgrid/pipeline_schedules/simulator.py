@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
-from commgrid.pipeline.schedule import (
+from commgrid.pipeline_schedules.schedule import (
     Backward,
     BackwardInput,
     BackwardWeight,
@@ -87,7 +87,7 @@ _STAGES = 8  # that a line lists
 class Simulation:
     """The simulated course of a schedule with given times.
 
-    >>> from commgrid.pipeline.schedule import one_f_one_b
+    >>> from commgrid.pipeline_schedules.schedule import one_f_one_b
     >>> print(simulate(one_f_one_b(4, 8)))
     schedule '1f1b' for 4 stages and 8 microbatches
       takes 33, bubble 37.5% of ideal time
@@ -151,7 +151,7 @@ class Simulation:
             columns: maximum length of a line; longer ones continue in blocks below, after an empty
                 line. None: no limit.
 
-        >>> from commgrid.pipeline.schedule import one_f_one_b
+        >>> from commgrid.pipeline_schedules.schedule import one_f_one_b
         >>> print(simulate(one_f_one_b(3, 3)).draw())
         stage 0  F0 F1 F2 .  .  .  .  B0=== .  B1=== .  B2===
         stage 1  .  F0 F1 .  .  B0=== F2 B1=== .  B2=== .  .
@@ -189,7 +189,7 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
         SpecError: the schedule is stuck; names what each stage waits for.
 
     Example:
-        >>> from commgrid.pipeline.schedule import make_schedule
+        >>> from commgrid.pipeline_schedules.schedule import make_schedule
         >>> for name in ("gpipe", "1f1b", "zb-h1"):
         ...     found = simulate(make_schedule(name, num_stages=4, num_microbatches=8))
         ...     print(name, found.makespan, found.bubble_fraction, found.peak_live)

@@ -21,8 +21,8 @@ from commgrid.call_analysis.program import Batch, Step, Wait
 from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records.call import Call, Group
 from commgrid.errors import SpecError
-from commgrid.pipeline.exchange import Exchange, Program, message_of, programs
-from commgrid.pipeline.schedule import (
+from commgrid.pipeline_schedules.messages import Exchange, Program, message_of, programs
+from commgrid.pipeline_schedules.schedule import (
     BackwardWeight,
     Computation,
     Forward,
@@ -62,7 +62,7 @@ def programs_of(schedule: Schedule, around: Around | None = None) -> dict[int, l
         SpecError: the schedule waits for ever.
 
     Example:
-        >>> from commgrid.pipeline.schedule import gpipe
+        >>> from commgrid.pipeline_schedules.schedule import gpipe
         >>> found = programs_of(gpipe(num_stages=2, num_microbatches=1))
         >>> [step.calls[0].where for step in found[0] if isinstance(step, Batch)][:2]
         ['header of boundary 0', 'activation of microbatch 0 between parts 0 and 1']

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commgrid.layout.rank_text import pack
-from commgrid.rendezvous.arrivals import Arrival, arrive, arrived
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived
 from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
 from commgrid.rendezvous.round import (
     Decision,
