@@ -20,8 +20,8 @@ from commgrid.cost_model.collective_form import widest
 from commgrid.cost_model.fit import Measured
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import canonical, nearest
+from commgrid.store.hosts import own_host
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.torch_compat.addresses import own_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

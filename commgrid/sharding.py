@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from commgrid.errors import ShapeError, SpecError
 from commgrid.runtime.registry import get_grid
-from commgrid.torch_compat.redistribution import steps_of
+from commgrid.torch_compat.dtensor import steps_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

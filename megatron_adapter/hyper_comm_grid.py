@@ -25,6 +25,7 @@ from commgrid.planning.group_row import GroupOptions
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.peer_errors import as_peer_error
 from megatron_adapter.errors import MegatronSizeError, UnknownViewError
 
 _BASE = "base"
@@ -183,7 +184,7 @@ class HyperCommGrid:
                 )
             except RuntimeError as error:
                 what = f"{name} of HyperCommGrid {dims_and_sizes} cannot be created"
-                raise torch_world.as_peer_error(what, error) from error
+                raise as_peer_error(what, error) from error
 
         if torch_world.world_backend() == torch_world.FAKE:
             made = create(uuid4().hex, _STARTUP_SECONDS)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from commgrid.torch_compat.waits import Line
+from commgrid.store.key_wait import Line
 
 
 class CountingStore:

@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "a closed line leaves its wait",
-        "commgrid/torch_compat/waits.py",
+        "commgrid/store/key_wait.py",
         """        for wait in self._waits:
             wait.end()
         if self._reuse:""",

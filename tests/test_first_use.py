@@ -11,9 +11,10 @@ import torch.distributed as dist
 import commgrid
 from commgrid.planning.group_row import GroupOptions
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.peer_errors import is_peer_failure
 from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 
@@ -59,8 +60,8 @@ def first_use(use: str, dead: str) -> None:
         hear("rank 2 has let go")
     with pytest.raises(RuntimeError) as told:
         USES[use](group)
-    assert torch_world.is_peer_failure(told.value), told.value
-    failed_groups.abort_all([group], {group})
+    assert is_peer_failure(told.value), told.value
+    ended_groups.abort_all([group], {group})
     del group
     tell(f"{dist.get_rank()} is through")
 

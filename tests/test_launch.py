@@ -3,7 +3,7 @@
 import pytest
 
 from commgrid import SpecError
-from commgrid.runtime.launch import Launch, first_host
+from commgrid.store.launch import Launch, first_host
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0",

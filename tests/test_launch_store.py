@@ -19,14 +19,11 @@ from torch._C._distributed_c10d import TCPStore
 
 import commgrid
 from commgrid import CommGridError, GridNotInitializedError, PeerTimeoutError
-from commgrid.runtime.launch import Launch
+from commgrid.store.launch import Launch
+from commgrid.store.search import connect_store
 from commgrid.testing import Ranks, free_port, run_on_ranks
-from commgrid.torch_compat.world import (
-    connect_store,
-    is_peer_failure,
-    is_store_gone,
-    world_store,
-)
+from commgrid.torch_compat.peer_errors import is_peer_failure, is_store_gone
+from commgrid.torch_compat.world import world_store
 from tests.waiting import until, until_waiting
 
 FOREVER = 1000.0

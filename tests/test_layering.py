@@ -41,7 +41,7 @@ PURE_HALVES = {
     ),
 }
 DOOR = (
-    "torch_compat/world.py", "torch_compat/groups.py", "torch_compat/failed_groups.py",
+    "torch_compat/world.py", "torch_compat/groups.py", "torch_compat/ended_groups.py",
     "testing/process.py",
 )  # fmt: skip
 EARLIER_NAMES = tuple(
@@ -155,11 +155,11 @@ def test_only_the_door_creates_and_destroys_groups() -> None:
 
 
 THREADS = (
-    "torch_compat/patient.py", "runtime/links.py", "runtime/inquiry.py", "runtime/mailbox.py",
+    "store/client.py", "runtime/links.py", "runtime/inquiry.py", "runtime/mailbox.py",
     "runtime/stopping.py",
 )  # fmt: skip
 """Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""
-STORE = ("torch_compat/store.py", "torch_compat/waits.py", "torch_compat/patient.py")
+STORE = ("store/driver.py", "store/key_wait.py", "store/client.py")
 """Files that carry out operations of a store."""
 COMPARES = "runtime/order.py"
 """`verify="order"`, which asks the store itself."""

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 import commgrid
+from commgrid.store import client
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.torch_compat import patient
 from tests.process_groups import group_count
 from tests.sizes import pick
 
@@ -30,7 +30,7 @@ def usage() -> tuple[int, int, float]:
     status = Path("/proc/self/status").read_text()
     mebibytes = int(status.partition("RssAnon:")[2].split()[0]) / 1024
     # Those that ask stores are kept for the next call.
-    threads = len(os.listdir("/proc/self/task")) - len(patient._IDLE)
+    threads = len(os.listdir("/proc/self/task")) - len(client._IDLE)
     return len(os.listdir("/proc/self/fd")), threads, mebibytes
 
 

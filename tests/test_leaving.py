@@ -11,7 +11,7 @@ import torch.distributed as dist
 from commgrid.planning.group_row import GroupOptions
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from tests.flags import hear, meet, tell
 
@@ -41,7 +41,7 @@ def waits_in_vain() -> None:
         hear("1 has left")
     else:
         hear("0 has waited")
-    failed_groups.abort_all(groups, set(groups))
+    ended_groups.abort_all(groups, set(groups))
     tell(f"{dist.get_rank()} has left")
     meet(dist.get_rank(), 2)
 
@@ -57,7 +57,7 @@ def leave_at_once() -> None:
     use_timeouts(replace(timeouts(), moment=1e-6))
     if dist.get_rank() == 3:
         torch_groups.destroy_all([groups.pop()])
-    failed_groups.stop_waiting(groups)
+    ended_groups.stop_waiting(groups)
     tell(f"{dist.get_rank()} has left")
     meet(dist.get_rank(), 4)
 

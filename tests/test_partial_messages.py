@@ -12,7 +12,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.collectives.asynchronous import Pending
 from commgrid.failures import named_failures
-from commgrid.torch_compat.failed_groups import wait_unless_broken
+from commgrid.torch_compat.ended_groups import wait_unless_broken
 from commgrid.torch_compat.world import world_store
 from tests.flags import hear, tell
 from tests.killing import KILLED, run_killable

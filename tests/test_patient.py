@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from commgrid.torch_compat import patient
-from commgrid.torch_compat.patient import PatientStore, SilentStoreError
+from commgrid.store import client
+from commgrid.store.client import PatientStore, SilentStoreError
 from tests.waiting import until
 
 
@@ -47,7 +47,7 @@ def test_calls_share_a_thread() -> None:
 
 
 def test_a_thread_that_hangs_is_left_alone_with_its_call() -> None:
-    raw, idle = Store(), len(patient._IDLE)
+    raw, idle = Store(), len(client._IDLE)
     hung, other = asked(raw, 0.2), asked(Store())
     first = other.get("a")
     raw.may.clear()
@@ -63,14 +63,14 @@ def test_a_thread_that_hangs_is_left_alone_with_its_call() -> None:
             hung.get("e")
         except SilentStoreError:
             return False
-        return raw not in patient._OWED
+        return raw not in client._OWED
 
     until(answers, "an answer")
-    assert len(patient._IDLE) <= max(idle, 1) + 1
+    assert len(client._IDLE) <= max(idle, 1) + 1
 
 
 def test_several_threads_ask_at_once() -> None:
-    raw, found, idle = Store(), [], len(patient._IDLE)
+    raw, found, idle = Store(), [], len(client._IDLE)
     raw.may.clear()
     asking = [threading.Thread(target=lambda: found.append(asked(raw).get("a"))) for _ in range(4)]
     for each in asking:
@@ -79,7 +79,7 @@ def test_several_threads_ask_at_once() -> None:
     for each in asking:
         each.join(60)
     assert len(found) == 4
-    assert len(patient._IDLE) <= max(idle, 4)
+    assert len(client._IDLE) <= max(idle, 4)
 
 
 def test_an_idle_thread_keeps_no_store() -> None:
@@ -114,7 +114,7 @@ def test_a_forked_process_asks_on_threads_of_its_own() -> None:
 
 SCRIPT = """
 import os, signal, sys, threading, time
-from commgrid.torch_compat.patient import PatientStore, SilentStoreError
+from commgrid.store.client import PatientStore, SilentStoreError
 
 class Store:
     def get(self, key):

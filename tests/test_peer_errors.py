@@ -13,7 +13,7 @@ import commgrid
 from commgrid import CommGridError, PeerTimeoutError
 from commgrid.runtime.failures import _whole_hosts
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat.world import as_peer_error, is_peer_failure
+from commgrid.torch_compat.peer_errors import as_peer_error, is_peer_failure
 from tests.flags import hear, tell
 from tests.waiting import comes, until_waits
 

@@ -16,7 +16,7 @@ from commgrid.runtime import registry
 from commgrid.runtime.failures import named_failures
 from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import leaving as torch_leaving
+from commgrid.torch_compat import gloo_departure as torch_leaving
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.gloo import break_connections
 from commgrid.torch_compat.world import world_store

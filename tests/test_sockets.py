@@ -14,8 +14,8 @@ from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.sockets import Need, check_limits, needs, of_world, total
 from commgrid.planning.spec import GridSpec
+from commgrid.store import client
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import patient
 
 SIZES = {"tp": 2, "pp": 2, "ep": 2, "etp": 1}
 
@@ -24,7 +24,7 @@ def usage() -> Need:
     """This process's files, the connected TCP sockets among them, and threads that stay."""
     before = -1
     # Threads that ask stores are kept for the next call.
-    while before != (now := len(os.listdir("/proc/self/task")) - len(patient._IDLE)):
+    while before != (now := len(os.listdir("/proc/self/task")) - len(client._IDLE)):
         before = now
         time.sleep(0.3)  # a poll
     names = os.listdir("/proc/self/fd")  # the listing's own among them, each time

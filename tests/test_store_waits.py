@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from commgrid.rendezvous.op import Add, StoreLostError, Wait
-from commgrid.torch_compat import patient
-from commgrid.torch_compat import waits as roll
-from commgrid.torch_compat.patient import SilentStoreError, served
-from commgrid.torch_compat.store import StoreDriver
-from commgrid.torch_compat.waits import Line
+from commgrid.store import client as patient
+from commgrid.store import key_wait as roll
+from commgrid.store.client import SilentStoreError, served
+from commgrid.store.driver import StoreDriver
+from commgrid.store.key_wait import Line
 from tests.waiting import until
 
 MANY = 1000
@@ -130,7 +130,7 @@ def test_a_lost_connection_that_ends_a_wait_leaves_it_to_the_server(store: Any) 
 SCRIPT = """
 import sys
 from torch.distributed import TCPStore
-from commgrid.torch_compat.waits import Line
+from commgrid.store.key_wait import Line
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 assert Line(store, 1000).within("never", 0.2) is None
 sys.exit(7)
@@ -149,7 +149,7 @@ def test_a_process_with_a_wait_ends_with_its_own_status() -> None:
 NO_THREAD = """
 import atexit, _thread, sys, threading, time
 from torch.distributed import TCPStore
-from commgrid.torch_compat.waits import Line
+from commgrid.store.key_wait import Line
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 def waits():
@@ -179,7 +179,7 @@ sys.exit(7)
 HANDLER = """
 import atexit, sys, threading
 from torch.distributed import TCPStore
-from commgrid.torch_compat.waits import Line
+from commgrid.store.key_wait import Line
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 def wait():

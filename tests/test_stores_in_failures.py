@@ -21,15 +21,15 @@ from commgrid.collectives import all_reduce
 from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
 from commgrid.runtime import failures, inquiry, registry
+from commgrid.store import standby as torch_standby
+from commgrid.store.client import PatientStore, SilentStoreError
+from commgrid.store.key_wait import connection_of
+from commgrid.store.standby import Answer
 from commgrid.testing import free_port, run_on_ranks
 from commgrid.torch_compat import gloo as torch_gloo
-from commgrid.torch_compat import leaving as torch_leaving
-from commgrid.torch_compat import standby as torch_standby
+from commgrid.torch_compat import gloo_departure as torch_leaving
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.failed_groups import stop_waiting
-from commgrid.torch_compat.patient import PatientStore, SilentStoreError
-from commgrid.torch_compat.standby import Answer
-from commgrid.torch_compat.waits import connection_of
+from commgrid.torch_compat.ended_groups import stop_waiting
 from tests.flags import hear, tell
 from tests.killing import run_killable
 
@@ -195,15 +195,14 @@ def end(connection: socket.socket) -> None:
 def test_a_store_is_gone_only_where_nobody_listens(
     listens: bool,
     through_a_wire: tuple[TCPStore, list[socket.socket], socket.socket],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A cut connection was taken for a dead server: two halves of a grid could both go on."""
     client, ends, listener = through_a_wire
-    monkeypatch.setattr(torch_standby, "world_store", lambda: dist.PrefixStore("a", client))
-    assert torch_standby.ask_world() is Answer.HERE
+    store = dist.PrefixStore("a", client)
+    assert torch_standby.ask(store) is Answer.HERE
     for each in ends if listens else [listener, *ends]:
         end(each)
-    assert torch_standby.ask_world() is (Answer.SILENT if listens else Answer.GONE)
+    assert torch_standby.ask(store) is (Answer.SILENT if listens else Answer.GONE)
 
 
 def test_a_store_with_a_full_queue_is_waited_for() -> None:

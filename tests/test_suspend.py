@@ -33,10 +33,10 @@ from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.pipeline import Pipeline
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
-from commgrid.torch_compat import suspend as torch_suspend
+from commgrid.torch_compat import suspended_groups as torch_suspend
 from tests.flags import hear, tell
 from tests.process_groups import group_count
 from tests.sizes import pick
@@ -634,7 +634,7 @@ def with_a_backend_that_suspends(ends: str) -> None:
         assert torch_groups.error_of(group) == ""  # which a watch asks all the time
         assert torch_groups.calls_of(group) == 7
         if ends == "abort":
-            failed_groups.wake([group])
+            ended_groups.wake([group])
             assert backend.asked == ["suspend", "abort"]
     if ends == "resume":
         grid.resume("tp")

@@ -17,8 +17,8 @@ from commgrid.failures import named_failures
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.links import Links, _logged, neighbours_of
 from commgrid.runtime.watch import Watch
+from commgrid.store.hosts import outward_address
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat.addresses import outward_address
 from tests.flags import meet
 from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import comes, until, until_threads_wait, until_waits

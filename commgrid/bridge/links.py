@@ -31,9 +31,11 @@ from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.failures import FailureBoard, GoneError
 from commgrid.runtime.missing import who_is_missing
+from commgrid.store.search import first_line
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.transfers import can_send, start_transfers, version_of
+from commgrid.torch_compat.messages import can_send, start_transfers, version_of
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 if TYPE_CHECKING:
     from commgrid.runtime.pair_group import PairGroup
@@ -97,14 +99,13 @@ class Links:
             dist.all_gather(heard, mine, group=self._group)
             return {rank: one.tolist() for rank, one in zip(self.ranks, heard, strict=True)}
         except RuntimeError as error:
-            if not torch_world.is_peer_failure(error):
+            if not is_peer_failure(error):
                 raise
             self._check_watch(call, error)
             self._check_grids(call, error, self.ranks)
             late = f"commgrid/bridge/late/{self._pair_group.key}/{call}"
             raise GoneError(
-                f"{self.about}: {who_is_missing(late, self.ranks, call)} "
-                f"({torch_world.first_line(error)})"
+                f"{self.about}: {who_is_missing(late, self.ranks, call)} ({first_line(error)})"
             ) from error
 
     def exchange(
@@ -202,7 +203,7 @@ class Links:
             suspects: the ranks that it may come from.
             call: what this rank was at.
         """
-        if not torch_world.is_peer_failure(error):
+        if not is_peer_failure(error):
             return error
         self._check_watch(call, error)
         gone = sorted(set(suspects))
@@ -210,7 +211,7 @@ class Links:
         one_of = "one of " if len(gone) > 1 else ""
         return GoneError(
             f"{self.about}: {one_of}{describe_ranks(gone)} is gone or has not come to {call}: rank "
-            f"{torch_world.world_rank()} got {torch_world.first_line(error)}; "
+            f"{torch_world.world_rank()} got {first_line(error)}; "
             "every rank on either stage calls the bridge equally often, and its backward"
         )
 
@@ -233,7 +234,7 @@ class Links:
                 raise self._because(learnt, call, error) from error
 
     def _because(self, learnt: str, call: str, error: RuntimeError | None) -> GoneError:
-        got = "" if error is None else f" and got {torch_world.first_line(error)}"
+        got = "" if error is None else f" and got {first_line(error)}"
         return GoneError(
             f"{learnt} (in {self.about}: rank {torch_world.world_rank()} was in {call}{got})"
         )

@@ -39,9 +39,9 @@ from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run
 from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.registry import _registry
+from commgrid.store.hosts import own_host
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.torch_compat.addresses import own_host
-from commgrid.torch_compat.transfers import start_transfers, starts_batches, wait_for
+from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
 from commgrid.torch_compat.world import group_timeout
 
 if TYPE_CHECKING:

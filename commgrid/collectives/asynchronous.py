@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import ShapeError
-from commgrid.torch_compat.failed_groups import follow, wait_unless_broken
+from commgrid.torch_compat.ended_groups import follow, wait_unless_broken
 
 # torch 2.13 renames these two and warns of the old names; 2.11 has only the old ones.
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -28,8 +28,9 @@ from commgrid.collectives.plain import all_gather
 from commgrid.errors import ShapeError, SpecError
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.missing import who_is_missing
+from commgrid.store.search import first_line
 from commgrid.torch_compat.groups import devices_of
-from commgrid.torch_compat.world import first_line, is_peer_failure
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
 Facts = tuple[tuple[str, str], ...]

@@ -36,8 +36,9 @@ from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import add_runs, take_runs
 from commgrid.runtime.failures import GoneError
-from commgrid.torch_compat.transfers import start_transfers
-from commgrid.torch_compat.world import first_line, is_peer_failure
+from commgrid.store.search import first_line
+from commgrid.torch_compat.messages import start_transfers
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 
 def ring_attention(

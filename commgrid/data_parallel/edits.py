@@ -24,7 +24,7 @@ from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.buckets import Piece
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import GridMismatchError
-from commgrid.torch_compat.transfers import version_of
+from commgrid.torch_compat.messages import version_of
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2  # of a factor: rounding of fp32, and of bf16 gradients
 _UNKNOWN = math.nan

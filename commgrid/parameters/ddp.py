@@ -14,7 +14,7 @@ from commgrid.parameters.layout import layout_of
 from commgrid.parameters.placement import Placement, placements
 from commgrid.parameters.slices import REGISTERED
 from commgrid.runtime.registry import get_grid
-from commgrid.torch_compat.patches import before_ddp
+from commgrid.torch_compat.mesh import before_ddp
 
 
 def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:

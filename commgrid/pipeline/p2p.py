@@ -31,8 +31,9 @@ from commgrid.pipeline_schedules.schedule import Message, Send
 from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-from commgrid.torch_compat.transfers import can_send, start_transfers
-from commgrid.torch_compat.world import first_line, is_peer_failure
+from commgrid.store.search import first_line
+from commgrid.torch_compat.messages import can_send, start_transfers
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _HEADER_NUMBERS = 128
 # Messages whose tensors are kept because they may still be on their way: gloo does not say whether

@@ -1,7 +1,7 @@
 """Operations of a key-value store, which rendezvous protocols yield and a driver carries out.
 
 A protocol is a generator: it yields operations and receives their results. The same protocol runs
-over torch's store (`commgrid.torch_compat.store`) and, in virtual time, in the tests' simulator.
+over torch's store (`commgrid.store.driver`) and, in virtual time, in the tests' simulator.
 
     def protocol():                                     # Protocol[bytes]
         count = yield Add("rank count", 1)              # -> 1

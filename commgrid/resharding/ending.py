@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from commgrid.runtime.failures import GoneError
-from commgrid.torch_compat.transfers import start_transfers, wait_for
-from commgrid.torch_compat.world import first_line, is_peer_failure
+from commgrid.store.search import first_line
+from commgrid.torch_compat.messages import start_transfers, wait_for
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 
 def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:

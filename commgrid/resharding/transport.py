@@ -28,8 +28,9 @@ from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.resharding.ring import Ring, Room, aligned
 from commgrid.runtime.failures import GoneError
-from commgrid.torch_compat.transfers import start_transfers, starts_batches, wait_for
-from commgrid.torch_compat.world import first_line, is_peer_failure
+from commgrid.store.search import first_line
+from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _MESSAGES = 8  # that fit into what may be under way
 _KEPT = 1 << 16  # boxes whose tensors are looked up once and not in every run

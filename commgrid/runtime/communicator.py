@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from commgrid.errors import GridMismatchError
 from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.plan import PlannedCommunicator
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.torch_compat import suspend as torch_suspend
-from commgrid.torch_compat import transfers as torch_transfers
+from commgrid.torch_compat import messages as torch_transfers
+from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ def exchange_ranks(
         try:
             failed(error)
         finally:  # also at a second Ctrl-C
-            failed_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
+            ended_groups.stop_waiting(exchange.communicator.group for exchange in exchanges)
         raise
 
 
@@ -205,7 +206,7 @@ class _Exchange:
     def failure(self, device: torch.device, error: RuntimeError) -> Exception:
         """What a backend's error means."""
         what = f"{self.communicator.describe()}: the exchange of ranks on {device.type} failed"
-        return torch_world.as_peer_error(what, error)
+        return as_peer_error(what, error)
 
 
 def _short(ranks: tuple[int, ...]) -> str:

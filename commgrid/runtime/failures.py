@@ -30,9 +30,11 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import inquiry
 from commgrid.runtime.registry import _registry, get_grid, store_server
 from commgrid.runtime.whereabouts import whereabouts
+from commgrid.store.driver import StoreDriver
+from commgrid.store.hosts import ranks_here
+from commgrid.store.search import first_line
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.addresses import ranks_here
-from commgrid.torch_compat.store import StoreDriver
+from commgrid.torch_compat.peer_errors import is_peer_failure
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -97,7 +99,7 @@ def named_failures(
         waited = isinstance(error, RuntimeError | TimeoutError)
         learnt = watch.failure if watch is not None and waited else None
         peer = learnt is not None or isinstance(error, GoneError)
-        peer = peer or torch_world.is_peer_failure(error)
+        peer = peer or is_peer_failure(error)
         if isinstance(error, agreed) and not peer:
             raise
         me, at = f"rank {grid.rank}", _at(error, doing, peer)
@@ -110,7 +112,7 @@ def named_failures(
             grid.abort_after_failure()
             raise
         if not peer:
-            said = f"{me} failed{at}: {type(error).__name__}: {torch_world.first_line(error)}"
+            said = f"{me} failed{at}: {type(error).__name__}: {first_line(error)}"
             board.post(said)
             if watch is not None:
                 watch.post(said)
@@ -167,7 +169,7 @@ def _tell_end(grid: HyperCommGrid, error: BaseException | None) -> None:
     """Tell ranks that may wait for this one that its program has ended, and how."""
     how = "ended without an error, and without this call"
     if error is not None:
-        how = f"ended with {type(error).__name__}: {torch_world.first_line(error)}"
+        how = f"ended with {type(error).__name__}: {first_line(error)}"
     FailureBoard(grid).end(how)
 
 
@@ -222,7 +224,7 @@ class FailureBoard:
             me: this rank and where it was, for the message.
         """
         waited_for = _waited_for(error)
-        mine = f"{me} got {torch_world.first_line(error)}"
+        mine = f"{me} got {first_line(error)}"
         knows = f"{error}" if isinstance(error, GoneError) else ""
         words = json.dumps({"waited_for": sorted(waited_for), "saw": mine, "knows": knows})
         try:

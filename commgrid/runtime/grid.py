@@ -24,10 +24,11 @@ from commgrid.runtime.missing import missing_ranks
 from commgrid.runtime.named_groups import NamedGroups
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.sub_grid import SubGrid
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.patches import forget_plans
+from commgrid.torch_compat.mesh import forget_plans
+from commgrid.torch_compat.peer_errors import as_peer_error, lost_by_gloo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -186,7 +187,7 @@ class HyperCommGrid(NamedGroups):
                 deadline=deadline,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
                 beforehand=None if watch is None else watch.tell_address,
-                let_go=lambda: failed_groups.abort_all(self._let_go(), tell=False),
+                let_go=lambda: ended_groups.abort_all(self._let_go(), tell=False),
             ) as rendezvous:
                 under_way.append(rendezvous)
                 if unwatched is not None:
@@ -210,7 +211,7 @@ class HyperCommGrid(NamedGroups):
             self._watch = watch
             with suppress(RuntimeError):
                 # To destroy could wait for ranks that are gone.
-                failed_groups.abort_all(self._let_go(), tell=False)
+                ended_groups.abort_all(self._let_go(), tell=False)
             raise
 
     def _wake_waiting(self, why: str, late: bool, under_way: list[Rendezvous]) -> None:
@@ -222,7 +223,7 @@ class HyperCommGrid(NamedGroups):
             rendezvous.interrupt(why, late)
         groups = [c.group for c in self._communicators]
         by_pairs = self._connected_by_pairs()
-        failed_groups.wake(groups, by_pairs, tell=not under_way, watched=True)
+        ended_groups.wake(groups, by_pairs, tell=not under_way, watched=True)
 
     def _create(
         self,
@@ -249,12 +250,12 @@ class HyperCommGrid(NamedGroups):
                 )
             except RuntimeError as error:
                 what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
-                raise torch_world.as_peer_error(what, error) from error
+                raise as_peer_error(what, error) from error
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
     def _connect(self, rendezvous: Rendezvous, limit: float | None) -> None:
         def tell(error: BaseException) -> None:
-            lost, watch = torch_world.lost_by_gloo(error), self._watch
+            lost, watch = lost_by_gloo(error), self._watch
             if lost and watch is not None and (seen := watch.read(timeouts().seen)):
                 rendezvous.interrupt(seen, watch.late)
             else:
@@ -297,7 +298,7 @@ class HyperCommGrid(NamedGroups):
         by_pairs = self._connected_by_pairs()
         groups = self._let_go()
         self._addresses = torch_groups.addresses(groups)
-        failed_groups.abort_all(groups, by_pairs)
+        ended_groups.abort_all(groups, by_pairs)
 
     def forget_addresses(self) -> None:
         """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""

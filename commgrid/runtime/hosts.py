@@ -18,7 +18,7 @@ from commgrid.layout.ranks import RankTuple, as_ranks
 from commgrid.planning.options import BY_HOST, BY_RANK, order_by_host
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.torch_compat.addresses import own_host
+from commgrid.store.hosts import own_host
 
 _NAMED = 4  # hosts that a message lists
 PHASE = "hosts"

@@ -34,10 +34,10 @@ from commgrid.rendezvous.remote_questions import Questions, agreed_name, first, 
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime import recorder
 from commgrid.runtime.recorder import Recorder
+from commgrid.store.client import Asked, PatientStore
+from commgrid.store.driver import StoreDriver
+from commgrid.store.key_wait import connection_of
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.patient import Asked, PatientStore
-from commgrid.torch_compat.store import StoreDriver
-from commgrid.torch_compat.waits import connection_of
 
 _log = logging.getLogger("commgrid")
 

@@ -29,7 +29,7 @@ from uuid import uuid4
 from weakref import WeakSet
 
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.torch_compat.addresses import listening, own_host
+from commgrid.store.hosts import listening, own_host
 
 _LONGEST_LINE = 1 << 20
 _log = logging.getLogger("commgrid")

@@ -20,8 +20,8 @@ from uuid import uuid4
 
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.torch_compat.addresses import listening
-from commgrid.torch_compat.store import StoreDriver
+from commgrid.store.driver import StoreDriver
+from commgrid.store.hosts import listening
 
 _LONGEST = 1 << 20
 _LONGEST_GREETING = 1 << 12

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from commgrid.layout.rank_text import describe_ranks, unpack
 from commgrid.rendezvous.failure_round import Failure
+from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.store import StoreDriver
 
 
 def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:

@@ -30,11 +30,11 @@ from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.runtime import inquiry, recorder
 from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import caller, place_of
-from commgrid.torch_compat import calls as torch_calls
+from commgrid.store.client import PatientStore
+from commgrid.store.key_wait import connection_of
 from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.patient import PatientStore
-from commgrid.torch_compat.waits import connection_of
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

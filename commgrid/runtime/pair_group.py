@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 from commgrid.planning.group_row import GroupOptions
 from commgrid.runtime import watching
 from commgrid.runtime.watch import Watch
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.transfers import start_exchange
+from commgrid.torch_compat.messages import start_exchange
+from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -71,7 +72,7 @@ class PairGroup:
             try:
                 self._watch = self._make_watch(grids)
             except BaseException:
-                failed_groups.abort_all([self.group], self._unconnected, tell=False)
+                ended_groups.abort_all([self.group], self._unconnected, tell=False)
                 raise
 
     def _make_watch(self, grids: Iterable[HyperCommGrid]) -> Watch:
@@ -95,7 +96,7 @@ class PairGroup:
     def _wake(self, why: str, late: bool) -> None:
         """End the waits of this rank after a failure."""
         self._told(why, late)
-        failed_groups.wake([self.group], self._unconnected, watched=True)
+        ended_groups.wake([self.group], self._unconnected, watched=True)
 
     def connect_watch(self) -> None:
         """Connect the watch's ranks, all of which have made it."""
@@ -117,7 +118,7 @@ class PairGroup:
             for device in torch_groups.devices_of(self.group):
                 start_exchange(self.group, device).wait(timeout)
         except RuntimeError as error:
-            raise torch_world.as_peer_error(f"{self.about} cannot be connected", error) from error
+            raise as_peer_error(f"{self.about} cannot be connected", error) from error
         torch_groups.keep_timeout(self.group, self._options, self._timeout)
 
     def begin(self) -> None:
@@ -160,7 +161,7 @@ class PairGroup:
         if not torch_groups.is_alive(self.group):
             return
         if broken:
-            failed_groups.abort_all([self.group], self._unconnected)
+            ended_groups.abort_all([self.group], self._unconnected)
             return
         try:
             if finish is not None:

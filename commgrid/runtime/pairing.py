@@ -1,7 +1,8 @@
 """Two grids come together, where a rank may know one of them only; for a transfer, or a bridge.
 
 The first ranks of the two find each other (`commgrid.rendezvous.grid_match`) and tell the other
-ranks of their grids. Then all ranks of both meet, compare what they were given, and name absent ranks:
+ranks of their grids. Then all ranks of both meet, compare what they were given, and name absent
+ranks:
 
     first of source   finds the   first of target
     others of source  ◄── read the other grid's card ──►  others of target
@@ -35,9 +36,10 @@ from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.store.driver import Result, StoreDriver
+from commgrid.store.key_wait import seconds_until
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.store import Result, StoreDriver
-from commgrid.torch_compat.waits import seconds_until
+from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -187,7 +189,7 @@ class Pairing:
                 self._end_calls(error)
             if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
                 raise
-            raise torch_world.as_peer_error(self._about, error) from error
+            raise as_peer_error(self._about, error) from error
         finally:
             self._driver.close()
         for calls, number in self._calls.values():  # all ranks have come to the meeting

@@ -27,9 +27,10 @@ from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
-from commgrid.torch_compat import standby as torch_standby
+from commgrid.store import standby as torch_standby
+from commgrid.store.driver import StoreDriver
+from commgrid.store.search import first_line
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.store import StoreDriver
 
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
 
@@ -182,7 +183,7 @@ class _Rebuild:
         Raises:
             _StoreGoneError: none answers.
         """
-        answer = torch_standby.ask_world()
+        answer = torch_standby.ask(torch_world.world_store())
         if answer is torch_standby.Answer.HERE:
             return
         place = self.registry.place
@@ -261,7 +262,7 @@ class _Rebuild:
         except CommGridError:
             raise
         except RuntimeError as error:
-            told = torch_world.first_line(error)
+            told = first_line(error)
             raise _AttemptError(f"rebuild: the store has gone meanwhile ({told})") from error
         finally:
             driver.close()

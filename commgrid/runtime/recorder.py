@@ -27,8 +27,8 @@ from commgrid.call_records.ring import Ring
 from commgrid.errors import CommGridError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.libraries import OWN, is_programs
-from commgrid.torch_compat import calls as torch_calls
-from commgrid.torch_compat.calls import ByIdentity
+from commgrid.torch_compat import interposer as torch_calls
+from commgrid.torch_compat.interposer import ByIdentity
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; 128 bytes each."""

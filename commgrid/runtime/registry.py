@@ -24,12 +24,13 @@ from commgrid.rendezvous.timeouts import timeouts, use_timeouts
 from commgrid.rendezvous.world_epoch import leave_world
 from commgrid.runtime import inquiry
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.launch import Launch
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.torch_compat import standby as torch_standby
+from commgrid.store import standby as torch_standby
+from commgrid.store.driver import StoreDriver
+from commgrid.store.key_wait import Line, end_all
+from commgrid.store.launch import Launch
+from commgrid.store.search import connect_store, follow_timeout
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.store import StoreDriver
-from commgrid.torch_compat.waits import Line, end_all
 from commgrid.torch_compat.world import versions
 
 if TYPE_CHECKING:
@@ -167,9 +168,9 @@ class Registry:
         torch_world.check_backend("backend", chosen)
         launch = Launch.from_environment(os.environ)
         if self.store is None or launch != self.launch:
-            self.store = torch_world.connect_store(launch, deadline - time.monotonic())
+            self.store = connect_store(launch, deadline - time.monotonic())
             self.launch = launch
-        torch_world.follow_timeout(self.store, timeout, chosen)
+        follow_timeout(self.store, timeout, chosen)
         self.place = StorePlace(server=0 if launch.is_served_by(0) else None)
         # If a launcher's agent serves the store and ends, the launcher ends all ranks as well.
         others = range(1, launch.world_size) if launch.is_served_by(0) else ()
@@ -218,7 +219,7 @@ class Registry:
 
     def move_store(self, store: Any, server: int | None) -> None:
         """Use another store for all groups and grids made from now on."""
-        self.store = torch_standby.move_world(store)
+        self.store = torch_standby.move_world(torch_world.world_store(), store)
         self.place.server = server
 
     def stop_unused_world(self, name: str) -> None:

@@ -16,10 +16,11 @@ from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.start_decision import held_up
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.rendezvous.world_epoch import FirstAgreement
-from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.addresses import own_host, ranks_here
-from commgrid.torch_compat.store import Result, StoreDriver
-from commgrid.torch_compat.waits import Line, seconds_until
+from commgrid.store.driver import Result, StoreDriver
+from commgrid.store.hosts import own_host, ranks_here
+from commgrid.store.key_wait import Line, seconds_until
+from commgrid.store.search import first_line
+from commgrid.torch_compat.peer_errors import lost_by_gloo
 
 
 def _on_this_host(rank: int) -> tuple[str, Sequence[int]]:
@@ -125,7 +126,7 @@ class Rendezvous:
     def tell(self, error: BaseException) -> None:
         """Tell the others why this rank fails, before it closes its connections."""
         with suppress(StoreLostError):
-            self._driver.run(self._agreement.tell(error, torch_world.lost_by_gloo(error)))
+            self._driver.run(self._agreement.tell(error, lost_by_gloo(error)))
 
     def interrupt(self, why: str, late: bool) -> None:
         """End the phase that the ranks wait in; may be called by another thread.
@@ -149,7 +150,7 @@ class Rendezvous:
     def _give_up(self, error: BaseException) -> BaseException:
         self._leaves = True
         with suppress(StoreLostError):  # and with it everybody who could be told
-            lost = torch_world.lost_by_gloo(error)
+            lost = lost_by_gloo(error)
             error = self._driver.run(self._agreement.give_up(error, lost))
             if self._agreement.loss is not None:
                 self._let_go()
@@ -174,6 +175,6 @@ class Rendezvous:
         twin = " Another process has come as this rank, too." if self._agreement.doubled else ""
         return PeerTimeoutError(
             f"{self.about}: the store of torch.distributed stopped answering "
-            f"({torch_world.first_line(error)}); has the process that serves it, usually rank 0 or "
+            f"({first_line(error)}); has the process that serves it, usually rank 0 or "
             f"the launcher, ended?{twin}"
         )

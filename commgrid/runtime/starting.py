@@ -23,8 +23,8 @@ from commgrid.rendezvous.timeouts import Seconds, Timeouts, as_seconds, use_time
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.launch import Launch
 from commgrid.runtime.registry import Made, _registry
+from commgrid.store.launch import Launch
 from commgrid.torch_compat import world as torch_world
 
 

@@ -21,10 +21,11 @@ from commgrid.errors import CommGridError
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime.communicator import Communicator, exchange_ranks
 from commgrid.runtime.rendezvous import Rendezvous
-from commgrid.torch_compat import failed_groups
+from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.torch_compat import suspend as torch_suspend
+from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -141,7 +142,7 @@ def _or_destroyed(grid: HyperCommGrid) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(RuntimeError):  # all wait at the store, and none in a collective
-            failed_groups.abort_all(grid._let_go(), tell=False)
+            ended_groups.abort_all(grid._let_go(), tell=False)
         error.add_note("commgrid: the grid was destroyed on this rank; initialize makes another")
         raise
 
@@ -185,7 +186,7 @@ def _make_again(
         )
     except RuntimeError as error:
         what = f"grid {grid.name!r}: communicator {planned.name!r} cannot be created again"
-        raise torch_world.as_peer_error(what, error) from error
+        raise as_peer_error(what, error) from error
     communicator.seconds_to_create = time.perf_counter() - started
     communicator.seconds_to_connect = None
     grid._swap(communicator, group)

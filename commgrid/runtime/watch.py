@@ -28,8 +28,8 @@ from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.libraries import is_programs
 from commgrid.runtime.links import Links, Message
-from commgrid.torch_compat.patient import Asked
-from commgrid.torch_compat.store import StoreDriver
+from commgrid.store.client import Asked
+from commgrid.store.driver import StoreDriver
 
 _LONGEST = 8000
 _NAMED = 4

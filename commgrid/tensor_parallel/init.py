@@ -26,7 +26,7 @@ from torch._subclasses import FakeTensor
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
-from commgrid.torch_compat.transfers import version_of
+from commgrid.torch_compat.messages import version_of
 
 __all__ = ["Init", "draw", "initialize_parameters", "other_random_state", "seed_of"]
 

@@ -53,7 +53,7 @@ _KEYS_KEPT = (
 )  # fmt: skip
 """Keys that commgrid keeps in the store for as long as the job lives."""
 
-_PATCHING_ITSELF = ("torch", "commgrid.torch_compat.suspend")
+_PATCHING_ITSELF = ("torch", "commgrid.torch_compat.suspended_groups")
 """Modules whose patches stay until the process ends: torch's own at the first `torch.compile`, and
 the redirection of old handles after the first `suspend`."""
 
@@ -341,7 +341,9 @@ def _is_own(value: Any, traced: bool) -> bool:
     # functools.wraps copies the module's name, but not the globals.
     names = getattr(function, "__globals__", None)
     module: str = names.get("__name__", "") if names else getattr(function, "__module__", "") or ""
-    if traced and module == "commgrid.torch_compat.calls":  # the trace has a sentence of its own
+    if (
+        traced and module == "commgrid.torch_compat.interposer"
+    ):  # the trace has a sentence of its own
         return True
     return any(module == each or module.startswith(f"{each}.") for each in _PATCHING_ITSELF)
 

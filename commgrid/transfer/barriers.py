@@ -10,8 +10,8 @@ from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError, Tr
 from commgrid.rendezvous.barriers import Barriers
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.round import Decision, is_good
+from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.store import StoreDriver
 
 KINDS: dict[str, type[CommGridError]] = {
     "absent": PeerTimeoutError, "gone": PeerFailedError, "failed": TransferError,

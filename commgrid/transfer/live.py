@@ -26,7 +26,8 @@ from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.pair_group import PairGroup
 from commgrid.runtime.pairing import Pairing, check_alive
-from commgrid.torch_compat.world import first_line, is_peer_failure
+from commgrid.store.search import first_line
+from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
 from commgrid.transfer.models import Model, Names, Only

@@ -17,6 +17,7 @@ from commgrid.errors import GridNotInitializedError
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.peer_errors import as_peer_error
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
 from megatron_adapter.state import STORE
@@ -160,7 +161,7 @@ def create_group(
     except RuntimeError as error:
         of = "all ranks" if ranks is None else describe_ranks(sorted(ranks))
         what = f"rank {dist.get_rank()}: group {group_desc or ''!r} of {of} cannot be created"
-        raise torch_world.as_peer_error(what, error) from error
+        raise as_peer_error(what, error) from error
     if ranks is None or dist.get_rank() in ranks:
         write("_global_process_group_list", [*known, group])
     return group

@@ -14,9 +14,10 @@ from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.rendezvous.membership import Membership
+from commgrid.store import standby as torch_standby
 from commgrid.tensor_parallel import initialize_parameters
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import standby as torch_standby
+from commgrid.torch_compat import world as torch_world
 from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import until
 
@@ -118,7 +119,9 @@ def late(folder: str | None) -> Any:
 
     def waits_late(self: Membership, name: str, said: str) -> Any:
         Membership.wait = wait  # type: ignore[method-assign]
-        until(lambda: torch_standby.ask_world() is not here, "WORLD's store ends")
+        until(
+            lambda: torch_standby.ask(torch_world.world_store()) is not here, "WORLD's store ends"
+        )
         return wait(self, name, said)
 
     Membership.wait = waits_late  # type: ignore[method-assign]

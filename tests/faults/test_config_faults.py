@@ -247,7 +247,7 @@ def test_a_rank_that_is_lost_half_way_is_the_one_that_is_named() -> None:
 
 def interrupted(rank: int) -> Any:
     """Ctrl-C while waiting, then a second try: the rank is not counted twice."""
-    from commgrid.torch_compat.waits import Line
+    from commgrid.store.key_wait import Line
 
     if rank == 0:
         within = Line.within

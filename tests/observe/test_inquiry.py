@@ -18,9 +18,9 @@ from commgrid import CommGridError
 from commgrid.call_analysis import diagnosis
 from commgrid.failures import named_failures
 from commgrid.runtime import inquiry, recorder
+from commgrid.store.driver import StoreDriver
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.store import StoreDriver
 from tests.flags import hear, meet, tell
 from tests.waiting import comes, until, until_waits
 

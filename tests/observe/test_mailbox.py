@@ -9,8 +9,8 @@ import time
 import torch.distributed as dist
 
 from commgrid.runtime.mailbox import Mailbox
-from commgrid.torch_compat.patient import PatientStore
-from commgrid.torch_compat.waits import connection_of
+from commgrid.store.client import PatientStore
+from commgrid.store.key_wait import connection_of
 from tests.waiting import until
 
 

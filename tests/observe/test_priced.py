@@ -10,9 +10,9 @@ import pytest
 
 from commgrid import cli
 from commgrid.call_records import files as trace_files
-from commgrid.call_records import trace as traces
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.price import pricer
+from commgrid.call_records.table import summed
 from commgrid.call_records.trace import Trace
 from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.cost_model.collective import collective_time
@@ -86,7 +86,7 @@ def test_a_dry_step_costs_what_the_model_says(tmp_path: Path) -> None:
     mine = [each for each in trace.calls if each.group.first == "tp" and each.bytes == whole]
     assert {each.operation for each in mine} == {"all_reduce"}
     assert len(mine) == MICROBATCHES * (4 * LAYERS + 1)
-    sums = traces.summed([replace(trace, calls=tuple(mine))], pricer(H100))
+    sums = summed([replace(trace, calls=tuple(mine))], pricer(H100))
     seconds = sum(each.seconds for each in sums)
     of_layers = seconds * 4 * LAYERS / (4 * LAYERS + 1)
     assert of_layers == pytest.approx(model_says.parts["tp"], rel=1e-9)

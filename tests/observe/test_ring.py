@@ -20,7 +20,7 @@ from commgrid.call_records import files as trace_files
 from commgrid.call_records import ring
 from commgrid.call_records.ring import Ring
 from commgrid.runtime import recorder
-from commgrid.torch_compat import calls as torch_calls
+from commgrid.torch_compat import interposer as torch_calls
 
 
 def add(made: Ring, number: int, group: str = "dp", **given: Any) -> int:

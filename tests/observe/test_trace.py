@@ -21,7 +21,7 @@ from commgrid.call_records import files as trace_files
 from commgrid.cli import main
 from commgrid.collectives import all_reduce
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import calls as torch_calls
+from commgrid.torch_compat import interposer as torch_calls
 
 
 def methods() -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ import commgrid
 from commgrid import PeerFailedError, SpecError
 from commgrid.pipeline import Pipeline
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import transfers as torch_transfers
+from commgrid.torch_compat import messages as torch_transfers
 
 
 class Halves(nn.Module):

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Op, Protocol, Put, StoreLostError, Wait
-from commgrid.torch_compat.store import StoreDriver
+from commgrid.store.driver import StoreDriver
 from tests.rendezvous.simulator import SimulatedStore
 from tests.waiting import stop
 

@@ -42,7 +42,7 @@ from commgrid.pipeline import Pipeline
 from commgrid.replicas import digest
 from commgrid.runtime.registry import get_grid, is_initialized
 from commgrid.torch_compat import autograd_nodes
-from commgrid.torch_compat import calls as torch_calls
+from commgrid.torch_compat import interposer as torch_calls
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

@@ -11,7 +11,7 @@ from torch import Tensor
 from commgrid.call_records.operations import TRANSFERS
 from commgrid.runtime.recorder import GroupNames, caller, place_of
 from commgrid.torch_compat import autograd_nodes
-from commgrid.torch_compat.calls import Arguments
+from commgrid.torch_compat.interposer import Arguments
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,9 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.torch_compat.addresses import address_towards
-from commgrid.torch_compat.patient import Asked, served
-from commgrid.torch_compat.store import StoreDriver
-from commgrid.torch_compat.world import world_store
+from commgrid.store.client import Asked, served
+from commgrid.store.driver import StoreDriver
+from commgrid.store.hosts import address_towards
 
 _KEPT, _WORLD = "commgrid", "world"  # prefixes in a standby store
 _TOKEN = "standby"
@@ -121,9 +120,8 @@ def _look(host: str, port: int) -> Answer | None:
     return None
 
 
-def ask_world() -> Answer:
-    """Whether the store that WORLD meets at answers."""
-    store = world_store()
+def ask(store: Any) -> Answer:
+    """Whether a store answers."""
     try:
         StoreDriver(store, 1).run(addresses.seen(_TOKEN, 0))
         return Answer.HERE
@@ -148,14 +146,18 @@ def _within(seconds: float, call: Callable[[], object]) -> Answer:
     return Answer.HERE
 
 
-def move_world(store: Any) -> Any:
+def move_world(left: Any, store: Any) -> Any:
     """Has WORLD, and all groups made from now on, meet at another store.
+
+    Args:
+        left: WORLD's store until now.
+        store: where it meets from now on.
 
     Returns:
         The store as commgrid keeps it.
     """
     kept = PrefixStore(_KEPT, store)
-    kept.set_timeout(world_store().timeout)
+    kept.set_timeout(left.timeout)
     world = c10d._get_default_group()
     backend, _ = c10d._world.pg_map[world]
     c10d._world.pg_map[world] = (backend, PrefixStore(_WORLD, kept))

@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.rendezvous.op import Get, Protocol
+from commgrid.store.client import Asked, NoThreadError
+from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat import gloo as torch_gloo
-from commgrid.torch_compat.patient import Asked, NoThreadError
-from commgrid.torch_compat.store import StoreDriver
 
 _SILENT = 16
 """Bytes on a connection over which no message has gone, at most: the number's 8, and one or two

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parameter import is_lazy
 
-from commgrid.torch_compat.calls import batched
+from commgrid.torch_compat.interposer import batched
 
 Transfer = tuple[torch.Tensor, int]
 """A tensor, and the group rank that it goes to or comes from."""

@@ -18,8 +18,8 @@ from commgrid.rendezvous.op import (
     StoreLostError,
     Wait,
 )
-from commgrid.torch_compat.patient import PatientStore, SilentStoreError
-from commgrid.torch_compat.waits import Line, seconds_until
+from commgrid.store.client import PatientStore, SilentStoreError
+from commgrid.store.key_wait import Line, seconds_until
 
 Result = TypeVar("Result")
 

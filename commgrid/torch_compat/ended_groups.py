@@ -25,8 +25,9 @@ from torch._C._distributed_c10d import _unregister_process_group
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.rendezvous.timeouts import timeouts
+from commgrid.store.client import Asked, NoThreadError
 from commgrid.torch_compat import gloo as torch_gloo
-from commgrid.torch_compat import leaving as torch_leaving
+from commgrid.torch_compat import gloo_departure as torch_leaving
 from commgrid.torch_compat.groups import (
     backend_of,
     connects_by_pairs,
@@ -34,7 +35,6 @@ from commgrid.torch_compat.groups import (
     nccl_backends,
     runs_on_gloo,
 )
-from commgrid.torch_compat.patient import Asked, NoThreadError
 
 _WOKEN: WeakSet[dist.ProcessGroup] = WeakSet()
 _BROKEN: WeakSet[dist.ProcessGroup] = WeakSet()

@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.torch_compat.patient import Asked, NoThreadError, PatientStore, served
+from commgrid.store.client import Asked, NoThreadError, PatientStore, served
 
 _NO_LIMIT = timedelta(days=1000)  # of a wait, which is ended in another way
 # So few ranks come within moments of each other. They look a few times, with growing pauses, before
