@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from commgrid.errors import SpecError
+from commgrid.health.detector import is_wanted
 from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime.watching import is_wanted
 from commgrid.store.launch import Launch
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl

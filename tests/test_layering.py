@@ -155,7 +155,7 @@ def test_only_the_door_creates_and_destroys_groups() -> None:
 
 
 THREADS = (
-    "store/client.py", "runtime/links.py", "runtime/inquiry.py", "runtime/mailbox.py",
+    "store/client.py", "health/channel.py", "runtime/inquiry.py", "health/mailbox.py",
     "runtime/stopping.py",
 )  # fmt: skip
 """Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.failures import named_failures
+from commgrid.health.channel import Links, _logged, neighbours_of
+from commgrid.health.detector import Watch
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.links import Links, _logged, neighbours_of
-from commgrid.runtime.watch import Watch
 from commgrid.store.hosts import outward_address
 from commgrid.testing import run_on_ranks
 from tests.flags import meet

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError
+from commgrid.health.culprit import who_is_missing
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.failures import FailureBoard, GoneError
-from commgrid.runtime.missing import who_is_missing
 from commgrid.store.search import first_line
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world

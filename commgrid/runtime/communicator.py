@@ -43,6 +43,11 @@ class Communicator:
     suspended: bool = False
 
     @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.names[0]
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Every group name it answers to."""
         return self.planned.names
@@ -90,6 +95,14 @@ class Communicator:
         is 1 meanwhile. None on other backends, and before it connects.
         """
         return torch_suspend.memory_of(self.group)
+
+    def error(self) -> str:
+        """The backend's own error: `timeout`, `connection`, or empty."""
+        return torch_groups.error_of(self.group)
+
+    def calls(self) -> int:
+        """How many collectives this rank has issued on it."""
+        return torch_groups.calls_of(self.group)
 
     def describe(self) -> str:
         return f"communicator {','.join(self.names)} of {_short(self.ranks)}"

@@ -8,7 +8,7 @@ their own connections, which wakes further ranks, and raise an error with the te
     rank 3 killed ──► rank 2's connection closes, rank 2 writes that rank 3 is gone ──► everyone
 
 On gloo that takes no time. NCCL waits on the device, where no connection is seen to close, so grids
-on it are watched (`commgrid.runtime.watch`): a thread learns what happened, and wakes the main
+on it are watched (`commgrid.health.detector`): a thread learns what happened, and wakes the main
 thread, which gets an error of torch's then, and raises what the thread has learnt.
 """
 

@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError, SpecError
+from commgrid.health.culprit import missing_ranks
+from commgrid.health.detector import is_wanted, prepare
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.runtime import hosts, summary, suspension, watching
+from commgrid.runtime import hosts, summary, suspension
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
-from commgrid.runtime.missing import missing_ranks
 from commgrid.runtime.named_groups import NamedGroups
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.runtime.sub_grid import SubGrid
@@ -35,9 +36,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from commgrid.health.detector import Watch
     from commgrid.runtime.communicator import CheckReport
     from commgrid.runtime.rebuild import Rebuilt
-    from commgrid.runtime.watch import Watch
 
 
 _log = logging.getLogger("commgrid")
@@ -97,7 +98,7 @@ class HyperCommGrid(NamedGroups):
             check_limits(self._plan, backend or torch_world.world_backend())
         described = self._spec.to_dict()
         described.pop("ranks", None)  # which the rendezvous compares itself, in fewer words
-        watched = watching.is_wanted(watch, self._spec, backend)
+        watched = is_wanted(watch, self._spec, backend)
         document = {
             "spec": described, "backend": backend, "timeout": limit,
             "versions": torch_world.versions(), "watch": watched,
@@ -174,7 +175,9 @@ class HyperCommGrid(NamedGroups):
         watch, unwatched = None, None
         if watched:
             try:
-                watch = watching.prepare(self, partial(self._wake_waiting, under_way=under_way))
+                key = f"commgrid/watch/{self._name}@{min(self._spec.grid_ranks)}"
+                wake = partial(self._wake_waiting, under_way=under_way)
+                watch = prepare(key, self._spec.grid_ranks, self._timeout, wake)
             except CommGridError as error:
                 unwatched = error  # raised, and told to the others, when all have arrived
         try:
@@ -206,7 +209,7 @@ class HyperCommGrid(NamedGroups):
                 rendezvous.meet()
                 under_way.clear()
                 if watch is not None:
-                    watching.begin(watch, self)
+                    watch.begin([each for each in self._communicators if len(each.ranks) > 1])
         except BaseException:
             self._watch = watch
             with suppress(RuntimeError):

@@ -27,8 +27,8 @@ from commgrid.call_analysis.wait_cycle import circle_through
 from commgrid.call_records import processes
 from commgrid.call_records.operations import TRANSFERS, described
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.health.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime import inquiry, recorder
-from commgrid.runtime.mailbox import Mailbox, NoMailboxError
 from commgrid.runtime.recorder import caller, place_of
 from commgrid.store.client import PatientStore
 from commgrid.store.key_wait import connection_of

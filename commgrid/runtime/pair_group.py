@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from commgrid.health.detector import Watch, WatchedGroup, prepare
 from commgrid.planning.group_row import GroupOptions
-from commgrid.runtime import watching
-from commgrid.runtime.watch import Watch
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
@@ -77,16 +76,8 @@ class PairGroup:
 
     def _make_watch(self, grids: Iterable[HyperCommGrid]) -> Watch:
         """Make the watch, and publish its address."""
-        watch = Watch(
-            torch_world.world_store(),
-            self.key,
-            torch_world.world_rank(),
-            self.ranks,
-            timeout=torch_world.group_timeout(self._timeout),
-            address=torch_world.own_address(),
-            communicators=[watching.WatchedGroup(self.about, self.ranks, self.group)],
-            wake=self._wake,
-        )
+        watched = WatchedGroup(self.about, self.ranks, self.group)
+        watch = prepare(self.key, self.ranks, self._timeout, self._wake, [watched])
         watch.tell_address()
         for grid in grids:
             if grid.watch is not None:

@@ -58,7 +58,7 @@ class Card:
         identity: of the grid; no other one has it.
         spec: resolved.
         backend, timeout: of its communicators, as they were given.
-        watched: whether it is watched (`commgrid.runtime.watch`).
+        watched: whether it is watched (`commgrid.health.detector`).
     """
 
     identity: str

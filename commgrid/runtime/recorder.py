@@ -25,8 +25,8 @@ import torch.distributed as dist
 from commgrid.call_records.operations import TRANSFERS
 from commgrid.call_records.ring import Ring
 from commgrid.errors import CommGridError
+from commgrid.health.frames import OWN, is_programs
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.runtime.libraries import OWN, is_programs
 from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat.interposer import ByIdentity
 

@@ -36,7 +36,7 @@ from commgrid.torch_compat.world import versions
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-    from commgrid.runtime.watch import Watch
+    from commgrid.health.detector import Watch
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from commgrid.runtime.libraries import is_ours, is_programs
+from commgrid.health.frames import is_ours, is_programs
 
 _GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
 

@@ -8,7 +8,7 @@ import time
 
 import torch.distributed as dist
 
-from commgrid.runtime.mailbox import Mailbox
+from commgrid.health.mailbox import Mailbox
 from commgrid.store.client import PatientStore
 from commgrid.store.key_wait import connection_of
 from tests.waiting import until

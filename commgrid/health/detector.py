@@ -1,7 +1,7 @@
 """Failure detector: sees that a rank of the grid is gone, stopped or late, and ends waits for it.
 
 NCCL waits on the device. A rank that is gone is no error there, until torch's watchdog ends the
-process. Here a thread in every process is linked with other ranks (`commgrid.runtime.links`). It
+process. Here a thread in every process is linked with other ranks (`commgrid.health.channel`). It
 tells all ranks of a failure, and every rank breaks the connections of all its communicators at
 once. So collectives return, and the main thread raises the failure:
 
@@ -19,17 +19,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+from torch.distributed import ProcessGroup
+
+from commgrid.errors import SpecError
+from commgrid.health.channel import Links, Message
+from commgrid.health.frames import is_programs
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.libraries import is_programs
-from commgrid.runtime.links import Links, Message
 from commgrid.store.client import Asked
 from commgrid.store.driver import StoreDriver
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat import world as torch_world
 
 _LONGEST = 8000
 _NAMED = 4
@@ -354,3 +363,70 @@ def where_is(thread: int | None) -> str:
         return "not in its main thread"
     code = frame.f_code
     return f"at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+
+
+def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
+    """Return whether a grid is watched: by default if one of its groups runs on NCCL.
+
+    The result is the same on all ranks.
+
+    Args:
+        asked: `watch` of `initialize`.
+        spec: resolved.
+        backend: `backend` of `initialize`.
+
+    Raises:
+        SpecError: a backend that ends the process, instead of what waits for a lost rank.
+    """
+    if len(spec.grid_ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
+        return False
+    kinds = {
+        k for d in spec.definitions.values() for k in torch_groups.nccl_kinds(backend, d.options)
+    }
+    fatal = torch_nccl.ending_at_abort(kinds)
+    if asked and fatal:
+        raise SpecError(
+            f"watch=True: {fatal[0]} of torch {torch.__version__} ends the process when a "
+            "communicator is aborted (pytorch#192105); use nccl, or torch 2.15, or watch=False"
+        )
+    return asked if asked is not None else bool(kinds) and not fatal
+
+
+def prepare(
+    key: str,
+    ranks: range | tuple[int, ...],
+    timeout: float | None,
+    wake: Callable[[str, bool], object],
+    communicators: Sequence[Watched] = (),
+) -> Watch:
+    """Make the watch of this rank over others that meet at WORLD's store.
+
+    Args:
+        timeout: of collectives, in seconds; None: torch's default for WORLD's backend.
+        key, ranks, wake, communicators: see `Watch`.
+    """
+    return Watch(
+        torch_world.world_store(),
+        key,
+        torch_world.world_rank(),
+        ranks,
+        timeout=torch_world.group_timeout(timeout),
+        address=torch_world.own_address(),
+        communicators=communicators,
+        wake=wake,
+    )
+
+
+@dataclass(frozen=True)
+class WatchedGroup:
+    """A group as a `Watch` sees it."""
+
+    name: str
+    ranks: Sequence[int]
+    group: ProcessGroup
+
+    def error(self) -> str:
+        return torch_groups.error_of(self.group)
+
+    def calls(self) -> int:
+        return torch_groups.calls_of(self.group)
