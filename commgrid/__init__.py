@@ -36,10 +36,10 @@ if TYPE_CHECKING:
     from commgrid.planning.audited import audit_sizes
     from commgrid.planning.plan import GroupPlan
     from commgrid.planning.spec import GridSpec
+    from commgrid.recording.remote import diagnose
     from commgrid.recovery import rebuild, recover
     from commgrid.rendezvous.timeouts import Timeouts
     from commgrid.runtime.grid import HyperCommGrid
-    from commgrid.runtime.inquiry import diagnose
     from commgrid.runtime.registry import (
         destroy,
         get_grid,
@@ -106,7 +106,7 @@ _ON_DEMAND = {
     "HyperCommGrid": "commgrid.runtime.grid",
     "audit_sizes": "commgrid.planning.audited",
     "destroy": "commgrid.runtime.registry",
-    "diagnose": "commgrid.runtime.inquiry",
+    "diagnose": "commgrid.recording.remote",
     "get_grid": "commgrid.runtime.registry",
     "get_group": "commgrid.runtime.registry",
     "get_local_rank": "commgrid.runtime.registry",

@@ -20,7 +20,7 @@ from commgrid.call_records import files as trace_files
 from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
-from commgrid.runtime import inquiry, recorder
+from commgrid.recording import recorder, remote
 from commgrid.runtime.registry import live_grids
 from commgrid.torch_compat.world import is_initialized, world_rank
 
@@ -43,7 +43,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
         started.set_rank(world_rank())
     for grid in live_grids():
         started.meet(started.rank, grid.members_of_communicators())
-    inquiry.follow()
+    remote.follow()
 
 
 def stop() -> None:
@@ -51,7 +51,7 @@ def stop() -> None:
     stopped = recorder.stop()
     if stopped is not None:
         _kept[:] = [stopped]
-    inquiry.follow()
+    remote.follow()
 
 
 def is_on() -> bool:

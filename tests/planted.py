@@ -204,7 +204,7 @@ MUTANTS = (
     ),
     Mutant(
         "calls on a new communicator are counted on from the old one",
-        "commgrid/runtime/recorder.py",
+        "commgrid/recording/recorder.py",
         "self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}",
         "pass",
         ("tests/observe/test_trace.py::test_a_new_grid_counts_its_calls_from_the_start",),

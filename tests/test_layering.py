@@ -155,13 +155,13 @@ def test_only_the_door_creates_and_destroys_groups() -> None:
 
 
 THREADS = (
-    "store/client.py", "health/channel.py", "runtime/inquiry.py", "health/mailbox.py",
+    "store/client.py", "health/channel.py", "recording/remote.py", "health/mailbox.py",
     "runtime/stopping.py",
 )  # fmt: skip
 """Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""
 STORE = ("store/driver.py", "store/key_wait.py", "store/client.py")
 """Files that carry out operations of a store."""
-COMPARES = "runtime/order.py"
+COMPARES = "recording/live.py"
 """`verify="order"`, which asks the store itself."""
 
 

@@ -17,7 +17,7 @@ import commgrid
 from commgrid import CommGridError
 from commgrid.call_records import processes
 from commgrid.failures import named_failures
-from commgrid.runtime.whereabouts import whereabouts
+from commgrid.recording.places import whereabouts
 from commgrid.testing import run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import until

@@ -18,9 +18,10 @@ from torch._C._distributed_c10d import TCPStore
 import commgrid
 from commgrid import GridMismatchError, PeerTimeoutError
 from commgrid.collectives import all_reduce
+from commgrid.recording import remote
 from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
-from commgrid.runtime import failures, inquiry, registry
+from commgrid.runtime import failures, registry
 from commgrid.store import standby as torch_standby
 from commgrid.store.client import PatientStore, SilentStoreError
 from commgrid.store.key_wait import connection_of
@@ -233,9 +234,9 @@ def test_what_was_recorded_is_not_waited_for_without_end(monkeypatch: pytest.Mon
     """With trace=True the error of a rank waited for ever where the store's server was stopped."""
     commgrid.initialize(trace=True)
     try:
-        monkeypatch.setattr(inquiry, "connection_of", lambda _: threading.Event().wait())
+        monkeypatch.setattr(remote, "connection_of", lambda _: threading.Event().wait())
         use_timeouts(replace(Timeouts(), settle=0.1, leave=0.1, answer=0.1))
-        why = inquiry.at_failure("default@0/0.1", True)
+        why = remote.at_failure("default@0/0.1", True)
         said: list[str] = []
         waiting = threading.Thread(target=lambda: said.append(why()), daemon=True)
         waiting.start()

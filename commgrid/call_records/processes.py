@@ -9,24 +9,23 @@ torch: `commgrid dump` is another process.
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
 import re
 import signal
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from commgrid.call_records import ring
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 
-_QUIET = 0.2  # seconds without a new line, after which stacks are whole
+QUIET = 0.2
+"""Seconds without a new line, after which stacks are whole."""
 
 
 @dataclass(frozen=True)
@@ -58,79 +57,6 @@ def folder_of_user() -> Path:
     return Path(tempfile.gettempdir()) / f"commgrid-{os.getuid()}"
 
 
-class _Own:
-    """The note of this process, while it has grids."""
-
-    def __init__(self) -> None:
-        self.grids: set[str] = set()
-        self.stacks = -1
-        self.pid = 0
-
-
-_own = _Own()
-
-
-def announce(grid: str, rank: int, world_size: int, records: Path | None) -> None:
-    """Say that this process has a grid; without a place to write to, nothing is said."""
-    _own.pid = os.getpid()
-    _own.grids.add(grid)
-    folder = folder_of_user()
-    with suppress(OSError):
-        folder.mkdir(mode=0o700, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            return
-        if _own.stacks < 0 and not is_caught(os.getpid()):
-            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            _own.stacks = os.open(folder / f"{_own.pid}.stacks", flags, 0o600)
-            faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
-        said = Process(
-            _own.pid, _started(_own.pid), _space(), rank, world_size, _job(world_size),
-            " ".join(sys.argv), "" if records is None else str(records), _own.stacks >= 0,
-        )  # fmt: skip
-        half = folder / f"{_own.pid}.half"
-        half.write_text(json.dumps(asdict(said)), encoding="utf-8")
-        half.rename(folder / f"{_own.pid}.json")
-
-
-def _leave_to_parent() -> None:
-    """In a forked process: the handler writes into the parent's file."""
-    if _own.stacks >= 0 and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
-        faulthandler.unregister(signal.SIGUSR1)
-    _own.grids, _own.pid, _own.stacks = set(), 0, -1
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
-
-
-def withdraw(grid: str) -> None:
-    """Say that a grid is no more; with the last one nothing is left of this process."""
-    _own.grids.discard(grid)
-    if _own.grids or _own.pid != os.getpid():
-        return
-    _own.pid = 0
-    if _own.stacks >= 0:
-        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # no handler of the program's own
-            faulthandler.unregister(signal.SIGUSR1)
-        os.close(_own.stacks)
-        _own.stacks = -1
-    _remove(os.getpid())
-
-
-def stacks_size() -> int:
-    """Bytes of this process's stacks so far."""
-    with suppress(OSError):  # the file may be closed meanwhile
-        if _own.stacks >= 0:
-            return os.fstat(_own.stacks).st_size
-    return 0
-
-
-def stacks_since(size: int) -> bytes:
-    """Return this process's stacks beyond so many bytes, once they are complete."""
-    if stacks_size() <= size:
-        return b""
-    return _whole(folder_of_user() / f"{_own.pid}.stacks", size, time.monotonic() + 10 * _QUIET)
-
-
 def is_caught(pid: int) -> bool:
     """Whether a process handles SIGUSR1, in Python or in C, and does not end by it."""
     if pid == os.getpid() and signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
@@ -141,35 +67,24 @@ def is_caught(pid: int) -> bool:
     return any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
 
 
-def _started(pid: int) -> str:
+def started(pid: int) -> str:
     """When a process was started, in ticks of the kernel's."""
     stat = Path(f"/proc/{pid}/stat")
     # A name that was cut within a letter is no text.
     return stat.read_text(errors="replace").rpartition(")")[2].split()[19] if stat.exists() else ""
 
 
-def _space() -> str:
+def space_of_pids() -> str:
     """The kernel's name of this process's space of process ids; "": there is none."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
 
 
-def _job(world_size: int) -> str:
-    names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-    said = [os.environ.get(name, "-") for name in names]
-    # Without a launcher's variables the parent process names the job.
-    own = str(os.getppid()) if said == ["-"] * len(names) else ""
-    return " ".join([str(world_size), *said, own])
-
-
-def _remove(pid: int) -> None:
+def remove(pid: int) -> None:
     for kind in ("json", "stacks"):
         with suppress(OSError):
             (folder_of_user() / f"{pid}.{kind}").unlink(missing_ok=True)
-
-
-# -- asking -----------------------------------------------------------------------------
 
 
 def running() -> list[Process]:
@@ -180,9 +95,9 @@ def running() -> list[Process]:
     for path in sorted(folder_of_user().glob("*.json")):
         try:
             each = Process(**json.loads(path.read_text(encoding="utf-8")))
-            if each.space != _space():
+            if each.space != space_of_pids():
                 continue
-            alive = _started(each.pid) == each.started
+            alive = started(each.pid) == each.started
             if alive:
                 os.kill(each.pid, 0)
         except TypeError:  # of another version of commgrid
@@ -192,7 +107,7 @@ def running() -> list[Process]:
         if alive:
             found.append(each)
         else:
-            _remove(int(path.stem) if path.stem.isdecimal() else 0)
+            remove(int(path.stem) if path.stem.isdecimal() else 0)
     return sorted(found, key=lambda each: (each.job, each.rank))
 
 
@@ -282,7 +197,7 @@ def _collect(process: Process, size: int | None, folder: Path, until: float) -> 
     name = f"rank_{process.rank:05}"
     stacks, why = b"", "the program handles SIGUSR1 itself"
     if size is not None:
-        stacks = _whole(folder_of_user() / f"{process.pid}.stacks", size, until)
+        stacks = whole_after(folder_of_user() / f"{process.pid}.stacks", size, until)
         why = "" if stacks else "it does not answer, or has ended"
     if stacks:
         (folder / f"{name}.stacks").write_bytes(stacks)
@@ -294,7 +209,7 @@ def _collect(process: Process, size: int | None, folder: Path, until: float) -> 
     return Dumped(process.rank, process.pid, bool(stacks), records is not None, why)
 
 
-def _whole(path: Path, size: int, until: float) -> bytes:
+def whole_after(path: Path, size: int, until: float) -> bytes:
     """Wait until a file stops growing; return its contents beyond so many bytes."""
     seen, since = size, time.monotonic()
     while time.monotonic() < until:
@@ -302,9 +217,9 @@ def _whole(path: Path, size: int, until: float) -> bytes:
             now = path.stat().st_size
             if now != seen:
                 seen, since = now, time.monotonic()
-            elif seen > size and time.monotonic() - since > _QUIET:
+            elif seen > size and time.monotonic() - since > QUIET:
                 break
-        time.sleep(_QUIET / 10)
+        time.sleep(QUIET / 10)
     with suppress(OSError), path.open("rb") as file:
         file.seek(size)
         return file.read()

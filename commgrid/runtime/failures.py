@@ -24,12 +24,12 @@ from typing import TYPE_CHECKING
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.recording import remote
+from commgrid.recording.places import whereabouts
 from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import inquiry
 from commgrid.runtime.registry import _registry, get_grid, store_server
-from commgrid.runtime.whereabouts import whereabouts
 from commgrid.store.driver import StoreDriver
 from commgrid.store.hosts import ranks_here
 from commgrid.store.search import first_line
@@ -121,7 +121,7 @@ def named_failures(
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
         late = _says_late(error) or (learnt is not None and watch is not None and watch.late)
-        why = inquiry.at_failure(grid.identity, late)
+        why = remote.at_failure(grid.identity, late)
         if learnt is None and watch is not None:
             learnt = watch.read(timeouts().seen)
         told = learnt or board.inquire(grid, error, f"{me}{at}")

@@ -22,9 +22,9 @@ from commgrid.layout.rank_text import describe_ranks, unpack
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, refit
+from commgrid.recording import live
 from commgrid.rendezvous.membership import Call, LateError, Membership
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
 from commgrid.store import standby as torch_standby
@@ -325,7 +325,7 @@ class _Rebuild:
             return HyperCommGrid(
                 spec, name=name, backend=verdict["backend"], timeout=verdict["timeout"],
                 startup_timeout=max(left * _SHARE, timeouts().answer), watch=verdict["watch"],
-                before_ready=partial(order_check.observe, verdict["trace"], verdict["verify"]),
+                before_ready=partial(live.observe, verdict["trace"], verdict["verify"]),
             )  # fmt: skip
         except (PeerTimeoutError, PeerFailedError) as error:
             raise _AttemptError(f"rebuild: {error}") from error

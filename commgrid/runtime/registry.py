@@ -18,11 +18,11 @@ from commgrid.errors import (
     PeerTimeoutError,
 )
 from commgrid.planning.spec import GridSpec
+from commgrid.recording import remote
 from commgrid.rendezvous.membership import Membership
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
 from commgrid.rendezvous.world_epoch import leave_world
-from commgrid.runtime import inquiry
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.rendezvous import Rendezvous
 from commgrid.store import standby as torch_standby
@@ -232,7 +232,7 @@ class Registry:
         """Ends the torch.distributed that commgrid started."""
         if self.started_world:
             self.started_world = False
-            inquiry.stop()
+            remote.stop()
             torch_world.stop_world()
             self.made.clear()
 

@@ -19,9 +19,9 @@ from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
+from commgrid.recording import live
 from commgrid.rendezvous.timeouts import Seconds, Timeouts, as_seconds, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
-from commgrid.runtime import order as order_check
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, _registry
 from commgrid.store.launch import Launch
@@ -121,7 +121,7 @@ def initialize(
     """
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
     limit = None if timeout is None else as_seconds("timeout", timeout)
-    order_check.check_argument(verify)
+    live.check_argument(verify)
     if not isinstance(timeouts, Timeouts | None):
         raise SpecError(f"timeouts={timeouts!r}: expected a commgrid.Timeouts")
     use_timeouts(timeouts or current_timeouts())
@@ -152,7 +152,7 @@ def initialize(
             left = deadline - time.monotonic()
             grid = HyperCommGrid(
                 spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3),
-                watch=watch, before_ready=partial(order_check.observe, trace, verify),
+                watch=watch, before_ready=partial(live.observe, trace, verify),
             )  # fmt: skip
         except NotInGridError as error:
             if _registry.started_world:

@@ -248,7 +248,7 @@ def _groups_of_grids() -> set[int]:
 
 def _recorder() -> Any:
     """The recorder of this process's collectives, or None."""
-    current: Callable[[], Any] | None = _loaded("commgrid.runtime.recorder.current")
+    current: Callable[[], Any] | None = _loaded("commgrid.recording.recorder.current")
     return current() if current else None
 
 

@@ -228,7 +228,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
 
     @wraps(method)
     def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-        # Not `group`: errors name the caller's function (`commgrid.runtime.whereabouts`).
+        # Not `group`: errors name the caller's function (`commgrid.recording.places`).
         given = args[at] if at is not None and len(args) > at else ()
         options_given = args[-1] if args else options.get("opts")
         peer = output = None

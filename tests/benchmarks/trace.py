@@ -24,8 +24,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
-from commgrid.runtime.order import OrderCheck
-from commgrid.runtime.recorder import Recorder
+from commgrid.recording.live import OrderCheck
+from commgrid.recording.recorder import Recorder
 from commgrid.torch_compat import interposer as torch_calls
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.examples.curves import load

@@ -13,7 +13,7 @@ from commgrid import cli
 from commgrid.call_records import files as trace_files
 from commgrid.observe.audit import child
 from commgrid.planning.audited import VARIABLE
-from commgrid.runtime import recorder
+from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT, TRAIN
 from tests.waiting import until

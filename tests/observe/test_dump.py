@@ -67,7 +67,7 @@ def test_ranks_write_where_they_are_and_go_on(
 
 def of(rank: int, job: str = "2", **given: Any) -> Process:
     values = {
-        "pid": 100 + rank, "started": "1", "space": processes._space(), "rank": rank,
+        "pid": 100 + rank, "started": "1", "space": processes.space_of_pids(), "rank": rank,
         "world_size": 2, "job": job,
         "program": f"train_{job}.py", "ring": "", "answers": True, **given,
     }  # fmt: skip

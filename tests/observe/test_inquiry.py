@@ -17,7 +17,7 @@ import commgrid
 from commgrid import CommGridError
 from commgrid.call_analysis import diagnosis
 from commgrid.failures import named_failures
-from commgrid.runtime import inquiry, recorder
+from commgrid.recording import recorder, remote
 from commgrid.store.driver import StoreDriver
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import world as torch_world
@@ -135,7 +135,7 @@ def test_an_answer_is_bounded() -> None:
                     own.ring.group(name), turn, f"operation {group * 7919}", (group,), "float32",
                     group * 104729, None, None, 0, 1, turn, 0,
                 )  # fmt: skip
-        assert len(inquiry.packed(own)) <= inquiry.MOST_BYTES
+        assert len(remote.packed(own)) <= remote.MOST_BYTES
     finally:
         commgrid.trace.stop()
         commgrid.shutdown()

@@ -27,7 +27,7 @@ from commgrid.call_analysis.program import from_traces
 from commgrid.call_analysis.verification import check as check_programs
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import operations
-from commgrid.runtime import recorder
+from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
 from tests.flags import meet
 from tests.observe import simulated

@@ -19,7 +19,7 @@ from commgrid import SpecError
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import ring
 from commgrid.call_records.ring import Ring
-from commgrid.runtime import recorder
+from commgrid.recording import recorder
 from commgrid.torch_compat import interposer as torch_calls
 
 

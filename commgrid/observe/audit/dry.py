@@ -27,7 +27,7 @@ from torch.optim import optimizer as torch_optimizers
 
 from commgrid.errors import CommGridError, SpecError
 from commgrid.planning.audited import VARIABLE, AuditedGrid
-from commgrid.runtime import recorder
+from commgrid.recording import recorder
 from commgrid.torch_compat import fake as torch_fake
 from commgrid.torch_compat import world as torch_world
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.runtime.recorder import GroupNames, caller, place_of
+from commgrid.recording.places import GroupNames, caller, place_of
 from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat.interposer import Arguments
 

@@ -14,30 +14,28 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from commgrid.call_analysis.wait_cycle import circle_through
-from commgrid.call_records import processes
 from commgrid.call_records.operations import TRANSFERS, described
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.health.detector import Watch
 from commgrid.health.mailbox import Mailbox, NoMailboxError
-from commgrid.runtime import inquiry, recorder
-from commgrid.runtime.recorder import caller, place_of
+from commgrid.recording import recorder, remote
+from commgrid.recording.places import caller, place_of
+from commgrid.recording.stacks import announce, withdraw
 from commgrid.store.client import PatientStore
 from commgrid.store.key_wait import connection_of
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat import world as torch_world
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 MOMENT = 1.0
 """Seconds that a wait may last before it looks at what others do."""
@@ -90,6 +88,36 @@ class Channel:
     polls: bool
 
 
+class Compared(Protocol):
+    """A communicator whose calls are compared."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def suspended(self) -> bool: ...
+
+
+class Live(Protocol):
+    """A grid, as its check sees it."""
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def communicators(self) -> Sequence[Compared]: ...
+    @property
+    def timeout(self) -> float | None: ...
+    @property
+    def watch(self) -> Watch | None: ...
+    def members_of_communicators(self) -> dict[str, list[int]]: ...
+    def before_destroy(self, callback: Callable[[], object], /) -> None: ...
+
+
 class OrderCheck:
     """Hears of every call on the communicators of a grid, before it is made.
 
@@ -97,7 +125,7 @@ class OrderCheck:
         grid: of which all ranks make one.
     """
 
-    def __init__(self, grid: HyperCommGrid) -> None:
+    def __init__(self, grid: Live) -> None:
         self._grid, self._rank = grid, grid.rank
         self._base = f"commgrid/order/{grid.identity}"
         # A server that is stopped must not hold who ends the grid because of it.
@@ -434,19 +462,19 @@ def check_argument(verify: str | None) -> None:
         raise SpecError(f"verify={verify!r}: expected None, or 'order'")
 
 
-def follow(verify: str | None, grid: HyperCommGrid) -> None:
+def follow(verify: str | None, grid: Live) -> None:
     """Compares a grid's calls from now on, where that was asked for."""
-    if verify == "order" and len(grid.spec.grid_ranks) > 1:
+    if verify == "order" and any(len(each.ranks) > 1 for each in grid.communicators):
         OrderCheck(grid)
 
 
-def observe(trace: bool, verify: str | None, grid: HyperCommGrid) -> None:
+def observe(trace: bool, verify: str | None, grid: Live) -> None:
     """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
     recorder.follow(trace, grid.rank, grid.members_of_communicators)
     records = recorder.current()
     ring = records.ring.path if records is not None else None
     identity = f"{grid.identity}"
-    processes.announce(identity, grid.rank, torch_world.world_size(), ring)
-    grid.before_destroy(lambda: processes.withdraw(identity))
-    inquiry.follow()
+    announce(identity, grid.rank, torch_world.world_size(), ring)
+    grid.before_destroy(lambda: withdraw(identity))
+    remote.follow()
     follow(verify, grid)

@@ -6,18 +6,15 @@ A record is made before the call, so a call that hangs is in the ring, its commu
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import json
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch.distributed as dist
@@ -25,8 +22,8 @@ import torch.distributed as dist
 from commgrid.call_records.operations import TRANSFERS
 from commgrid.call_records.ring import Ring
 from commgrid.errors import CommGridError
-from commgrid.health.frames import OWN, is_programs
-from commgrid.layout.rank_text import describe_ranks
+from commgrid.recording.places import GroupNames, caller, place_of
+from commgrid.recording.stacks import Termination
 from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat.interposer import ByIdentity
 
@@ -48,8 +45,7 @@ class Recorder:
         self.rank = 0
         self._called = GroupNames(lambda name, ranks: self.ring.note("members", name, ranks))
         self._job = ""
-        self._termination: tuple[Path, int] | None = None
-        self._sigterm: Any = None
+        self._termination: Termination | None = None
         self._numbers: dict[str, int] = {}
         self._turns: dict[tuple[str, str, int | None], int] = {}
         # By file too: code objects of two files may be equal.
@@ -120,40 +116,22 @@ class Recorder:
                 before.close()
                 path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
                 with suppress(OSError):
-                    self._note_termination(path.with_suffix(".sigterm"))
+                    self._forget_termination()
+                    self._termination = Termination(path.with_suffix(".sigterm"))
             except OSError as error:
                 raise CommGridError(
                     f"{path}: cannot be written: {error.strerror or error}"
                 ) from error
 
-    def _note_termination(self, path: Path) -> None:
-        """Have SIGTERM write where all threads are, and then run the earlier handler.
-
-        Launchers send it to the survivors, so this tells them from the rank that failed first.
-        """
-        self._forget_termination()
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
-        self._termination, self._sigterm = (path, file), signal.getsignal(signal.SIGTERM)
-        faulthandler.register(signal.SIGTERM, file=file, all_threads=True, chain=True)
-
     def _forget_termination(self) -> None:
-        if self._termination is None:
-            return
-        path, file = self._termination
-        self._termination = None
-        # A handler that the program has set since is its own.
-        if signal.getsignal(signal.SIGTERM) == self._sigterm:
-            faulthandler.unregister(signal.SIGTERM)
-        os.close(file)
-        with suppress(OSError):
-            if not path.stat().st_size:
-                path.unlink()
+        if self._termination is not None:
+            ended, self._termination = self._termination, None
+            ended.close()
 
     def leave_to_parent(self) -> None:
         """In a forked process: SIGTERM is not the parent's."""
         if self._termination is not None:
-            if signal.getsignal(signal.SIGTERM) == self._sigterm:
-                faulthandler.unregister(signal.SIGTERM)
+            self._termination.leave_to_parent()
             self._termination = None
 
     def close(self) -> None:
@@ -242,87 +220,6 @@ class Recorder:
                 for each in (call, *self._together.pop(call, ())):
                     self.ring.ended(each, now)
                 self._waits.pop(threading.get_ident(), None)
-
-
-class GroupNames:
-    """Names of groups: commgrid's for its communicators, torch's for others.
-
-    Args:
-        met: called with a new name and its ranks.
-    """
-
-    def __init__(self, met: Callable[[str, Sequence[int]], object] = lambda name, ranks: None):
-        self.members: dict[str, list[int]] = {}
-        self._met = met
-        self._names: ByIdentity[str] = ByIdentity()
-
-    def __call__(self, group: dist.ProcessGroup) -> str:
-        name = self._names.get(group)
-        if name is None:
-            ranks = list(dist.get_process_group_ranks(group))
-            name = _called(group)
-            if self.members.get(name, ranks) != ranks:  # another group's
-                name = f"{name} of {describe_ranks(ranks)}"
-            self.meet(name, ranks)
-            self._names[group] = name
-        return name
-
-    def meet(self, name: str, ranks: Sequence[int]) -> None:
-        """Note the ranks of a group."""
-        if self.members.get(name) != list(ranks):
-            self.members[name] = list(ranks)
-            self._met(name, self.members[name])
-
-
-def _called(group: dist.ProcessGroup) -> str:
-    """The names of a communicator of commgrid's, which its description holds, or torch's own."""
-    described, name = group.group_desc, group.group_name
-    if described in ("", "undefined"):
-        return name
-    owner = name.split("/", 2)[1] if name.startswith("commgrid/") else "default"
-    return described if owner == "default" else f"{owner}:{described}"
-
-
-def place_of(code: CodeType | None, line: int) -> str:
-    """File, line and function of a call."""
-    return "?" if code is None else f"{_name_of(code.co_filename)}:{line} {code.co_name}"
-
-
-@cache
-def _name_of(file: str) -> str:
-    return Path(file).name
-
-
-def caller() -> tuple[CodeType | None, int]:
-    """Return the innermost frame of the program; called by listeners.
-
-    On threads without one, such as autograd's, it is the innermost frame of commgrid.
-    """
-    own: tuple[CodeType | None, int] = (None, 0)
-    each: FrameType | None = sys._getframe(2)
-    while each is not None:
-        code = each.f_code
-        kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
-        if kind == _PROGRAM:
-            return code, each.f_lineno
-        if kind == _OWN and own[0] is None:
-            own = code, each.f_lineno
-        each = each.f_back
-    return own
-
-
-_PROGRAM, _OWN, _OTHER = 1, 2, 3
-_kinds: dict[str, int] = {}  # by file; code objects of two files may be equal
-
-
-def _kind(file: str) -> int:
-    kind = _OTHER
-    if is_programs(file):
-        kind = _PROGRAM
-    elif file.startswith(OWN) and file != torch_calls.__file__:
-        kind = _OWN
-    _kinds[file] = kind
-    return kind
 
 
 _current: list[Recorder] = []

@@ -26,14 +26,14 @@ from commgrid.call_analysis.diagnosis import PATIENCE
 from commgrid.call_analysis.diagnosis import diagnose as judge
 from commgrid.call_analysis.finding import Diagnosis
 from commgrid.call_records import files as trace_files
-from commgrid.call_records import processes
 from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
+from commgrid.recording import recorder
+from commgrid.recording.recorder import Recorder
+from commgrid.recording.stacks import stacks_since, stacks_size
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.remote_questions import Questions, agreed_name, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime import recorder
-from commgrid.runtime.recorder import Recorder
 from commgrid.store.client import Asked, PatientStore
 from commgrid.store.driver import StoreDriver
 from commgrid.store.key_wait import connection_of
@@ -131,7 +131,7 @@ class Answering:
         self.own, self.store = own, store
         self._world = range(torch_world.world_size())
         self._questions = Questions(own.rank, self._world)
-        self._seen = processes.stacks_size()
+        self._seen = stacks_size()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commgrid answers", daemon=True)
         self._thread.start()
@@ -168,8 +168,8 @@ class Answering:
 
     def _write_down(self) -> None:
         """After a signal: the records, and where each thread is."""
-        self._seen = min(self._seen, processes.stacks_size())  # a new grid has a new file
-        stacks = processes.stacks_since(self._seen)
+        self._seen = min(self._seen, stacks_size())  # a new grid has a new file
+        stacks = stacks_since(self._seen)
         if not stacks:
             return
         self._seen += len(stacks)

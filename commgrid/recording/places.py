@@ -1,0 +1,168 @@
+"""Where an error comes from: which operation, on which group of the grid, called at which line.
+
+It is read from the error's traceback, so that it costs nothing while all goes well:
+
+    train.py:31 in step            where the program called          ◄─┐
+    collectives/plain.py           all_reduce(…, members)              │  outermost to innermost
+    torch/…/distributed_c10d.py    all_reduce(…, group)  ◄── group     ▼
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import CodeType, FrameType
+
+import torch.distributed as dist
+
+from commgrid.health.frames import OWN, is_ours, is_programs
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.torch_compat import interposer as torch_calls
+from commgrid.torch_compat.interposer import ByIdentity
+
+_GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """The call in which a rank was.
+
+    Args:
+        operation: such as `all_reduce`; what it called of commgrid's or torch's, where no group is
+            known; "": nothing of theirs.
+        group: the names of its communicator; "": not known.
+        ranks: who is in it.
+        line: where the program called: `train.py:31 in step`; "": not known.
+    """
+
+    operation: str
+    group: str = ""
+    ranks: tuple[int, ...] = ()
+    line: str = ""
+
+    def __str__(self) -> str:
+        on = f" on group {self.group!r}" if self.group else ""
+        if not self.operation:
+            return f"at {self.line}"
+        return f"in {self.operation}{on}" + (f" ({self.line})" if self.line else "")
+
+
+def whereabouts(error: BaseException) -> Whereabouts | None:
+    """Return the call in which this rank was when it raised, None if it is not known."""
+    line, called = "", ""
+    on: tuple[str, dist.ProcessGroup] | None = None
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        code = frame.f_code
+        if not is_ours(code.co_filename):
+            if is_programs(code.co_filename):
+                line = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
+                called, on = "", None
+            continue
+        if code.co_name != "named_failures" and not called:
+            called = getattr(code, "co_qualname", code.co_name)
+        group = _group_of(frame)
+        if group is not None:
+            on = code.co_name, group
+    if on is None:
+        return Whereabouts(called, line=line) if called or line else None
+    operation, group = on
+    ranks: tuple[int, ...] = ()
+    with suppress(RuntimeError, ValueError, KeyError):  # it was destroyed meanwhile
+        ranks = tuple(dist.get_process_group_ranks(group))
+    names = ", ".join((group.group_desc or group.group_name).split(","))
+    return Whereabouts(operation.lstrip("_"), names, ranks, line)
+
+
+def _group_of(frame: FrameType) -> dist.ProcessGroup | None:
+    """The group that a function was called on, if it says."""
+    for name in _GROUPS:
+        found = frame.f_locals.get(name)
+        if isinstance(found, dist.ProcessGroup):
+            return found
+    return None
+
+
+class GroupNames:
+    """Names of groups: commgrid's for its communicators, torch's for others.
+
+    Args:
+        met: called with a new name and its ranks.
+    """
+
+    def __init__(self, met: Callable[[str, Sequence[int]], object] = lambda name, ranks: None):
+        self.members: dict[str, list[int]] = {}
+        self._met = met
+        self._names: ByIdentity[str] = ByIdentity()
+
+    def __call__(self, group: dist.ProcessGroup) -> str:
+        name = self._names.get(group)
+        if name is None:
+            ranks = list(dist.get_process_group_ranks(group))
+            name = _called(group)
+            if self.members.get(name, ranks) != ranks:  # another group's
+                name = f"{name} of {describe_ranks(ranks)}"
+            self.meet(name, ranks)
+            self._names[group] = name
+        return name
+
+    def meet(self, name: str, ranks: Sequence[int]) -> None:
+        """Note the ranks of a group."""
+        if self.members.get(name) != list(ranks):
+            self.members[name] = list(ranks)
+            self._met(name, self.members[name])
+
+
+def _called(group: dist.ProcessGroup) -> str:
+    """The names of a communicator of commgrid's, which its description holds, or torch's own."""
+    described, name = group.group_desc, group.group_name
+    if described in ("", "undefined"):
+        return name
+    owner = name.split("/", 2)[1] if name.startswith("commgrid/") else "default"
+    return described if owner == "default" else f"{owner}:{described}"
+
+
+def place_of(code: CodeType | None, line: int) -> str:
+    """File, line and function of a call."""
+    return "?" if code is None else f"{_name_of(code.co_filename)}:{line} {code.co_name}"
+
+
+@cache
+def _name_of(file: str) -> str:
+    return Path(file).name
+
+
+_PROGRAM, _OWN, _OTHER = 1, 2, 3
+_kinds: dict[str, int] = {}  # by file; code objects of two files may be equal
+
+
+def caller() -> tuple[CodeType | None, int]:
+    """Return the innermost frame of the program; called by listeners.
+
+    On threads without one, such as autograd's, it is the innermost frame of commgrid.
+    """
+    own: tuple[CodeType | None, int] = (None, 0)
+    each: FrameType | None = sys._getframe(2)
+    while each is not None:
+        code = each.f_code
+        kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
+        if kind == _PROGRAM:
+            return code, each.f_lineno
+        if kind == _OWN and own[0] is None:
+            own = code, each.f_lineno
+        each = each.f_back
+    return own
+
+
+def _kind(file: str) -> int:
+    kind = _OTHER
+    if is_programs(file):
+        kind = _PROGRAM
+    elif file.startswith(OWN) and file != torch_calls.__file__:
+        kind = _OWN
+    _kinds[file] = kind
+    return kind

@@ -1,0 +1,135 @@
+"""Stacks of this process: its note for `commgrid dump`, and what SIGUSR1 and SIGTERM write."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+from commgrid.call_records.processes import (
+    QUIET,
+    Process,
+    folder_of_user,
+    is_caught,
+    remove,
+    space_of_pids,
+    started,
+    whole_after,
+)
+
+
+class Termination:
+    """SIGTERM writes where all threads are, and then runs the earlier handler.
+
+    Launchers send it to the survivors, so this tells them from the rank that failed first.
+
+    Args:
+        path: of the file; without stacks it is removed by `close`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        self._before = signal.getsignal(signal.SIGTERM)
+        faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
+
+    def close(self) -> None:
+        """Have SIGTERM do what it did before."""
+        self.leave_to_parent()
+        os.close(self._file)
+        with suppress(OSError):
+            if not self._path.stat().st_size:
+                self._path.unlink()
+
+    def leave_to_parent(self) -> None:
+        """In a forked process: SIGTERM is not the parent's."""
+        # A handler that the program has set since is its own.
+        if signal.getsignal(signal.SIGTERM) == self._before:
+            faulthandler.unregister(signal.SIGTERM)
+
+
+class _Own:
+    """The note of this process, while it has grids."""
+
+    def __init__(self) -> None:
+        self.grids: set[str] = set()
+        self.stacks = -1
+        self.pid = 0
+
+
+_own = _Own()
+
+
+def announce(grid: str, rank: int, world_size: int, records: Path | None) -> None:
+    """Say that this process has a grid; without a place to write to, nothing is said."""
+    _own.pid = os.getpid()
+    _own.grids.add(grid)
+    folder = folder_of_user()
+    with suppress(OSError):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            return
+        if _own.stacks < 0 and not is_caught(os.getpid()):
+            flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
+            _own.stacks = os.open(folder / f"{_own.pid}.stacks", flags, 0o600)
+            faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
+        said = Process(
+            _own.pid, started(_own.pid), space_of_pids(), rank, world_size, _job(world_size),
+            " ".join(sys.argv), "" if records is None else str(records), _own.stacks >= 0,
+        )  # fmt: skip
+        half = folder / f"{_own.pid}.half"
+        half.write_text(json.dumps(asdict(said)), encoding="utf-8")
+        half.rename(folder / f"{_own.pid}.json")
+
+
+def _leave_to_parent() -> None:
+    """In a forked process: the handler writes into the parent's file."""
+    if _own.stacks >= 0 and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
+        faulthandler.unregister(signal.SIGUSR1)
+    _own.grids, _own.pid, _own.stacks = set(), 0, -1
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
+
+
+def withdraw(grid: str) -> None:
+    """Say that a grid is no more; with the last one nothing is left of this process."""
+    _own.grids.discard(grid)
+    if _own.grids or _own.pid != os.getpid():
+        return
+    _own.pid = 0
+    if _own.stacks >= 0:
+        if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # no handler of the program's own
+            faulthandler.unregister(signal.SIGUSR1)
+        os.close(_own.stacks)
+        _own.stacks = -1
+    remove(os.getpid())
+
+
+def stacks_size() -> int:
+    """Bytes of this process's stacks so far."""
+    with suppress(OSError):  # the file may be closed meanwhile
+        if _own.stacks >= 0:
+            return os.fstat(_own.stacks).st_size
+    return 0
+
+
+def stacks_since(size: int) -> bytes:
+    """Return this process's stacks beyond so many bytes, once they are complete."""
+    if stacks_size() <= size:
+        return b""
+    return whole_after(folder_of_user() / f"{_own.pid}.stacks", size, time.monotonic() + 10 * QUIET)
+
+
+def _job(world_size: int) -> str:
+    names = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+    said = [os.environ.get(name, "-") for name in names]
+    # Without a launcher's variables the parent process names the job.
+    own = str(os.getppid()) if said == ["-"] * len(names) else ""
+    return " ".join([str(world_size), *said, own])
