@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         size,
         use_grid,
     )
-    from commgrid.runtime.starting import initialize, join
+    from commgrid.runtime.start import initialize, join
 
 __version__ = VERSION
 
@@ -111,9 +111,9 @@ _ON_DEMAND = {
     "get_group": "commgrid.runtime.registry",
     "get_local_rank": "commgrid.runtime.registry",
     "get_ranks": "commgrid.runtime.registry",
-    "initialize": "commgrid.runtime.starting",
+    "initialize": "commgrid.runtime.start",
     "is_initialized": "commgrid.runtime.registry",
-    "join": "commgrid.runtime.starting",
+    "join": "commgrid.runtime.start",
     "rebuild": "commgrid.recovery",
     "recover": "commgrid.recovery",
     "shutdown": "commgrid.runtime.registry",

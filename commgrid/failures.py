@@ -1,7 +1,7 @@
-"""One rank's failure is an error on every other that names it; see `commgrid.runtime.failures`."""
+"""Failures with names: one rank's failure is an error on every other, which names that rank."""
 
-from commgrid.runtime.failures import FailureBoard, GoneError, named_failures
-from commgrid.runtime.stopping import told_when_stopped
+from commgrid.runtime.named_failures import FailureBoard, GoneError, named_failures
+from commgrid.runtime.signals import told_when_stopped
 
 __all__ = [
     "FailureBoard",

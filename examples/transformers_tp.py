@@ -30,7 +30,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 import commgrid
 from commgrid.collectives import all_reduce, barrier
 from commgrid.collectives.objects import gathered
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 
 try:
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM

@@ -22,7 +22,7 @@ from commgrid.layout.axis_names import nearest
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import as_index
 from commgrid.planning.group_row import GroupOptions
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error

@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "a host's ranks begin at the host's number",
-        "commgrid/runtime/failures.py",
+        "commgrid/runtime/named_failures.py",
         "for first in {rank // size * size for rank in gone}]",
         "for first in {rank // size for rank in gone}]",
         ("tests/test_peer_errors.py::test_a_host_of_which_nothing_is_heard_is_gone_as_a_whole",),

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.bridge import Bridge
+from commgrid.grid_pairs.pairing import Card
 from commgrid.rendezvous import grid_match as match
-from commgrid.runtime.pairing import Card
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat.world import world_store
 from commgrid.transfer import Transfer

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, PeerTimeoutError
-from commgrid.runtime.failures import _whole_hosts
+from commgrid.runtime.named_failures import _whole_hosts
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat.peer_errors import as_peer_error, is_peer_failure
 from tests.flags import hear, tell

@@ -13,7 +13,7 @@ from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.collectives import all_reduce
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import registry
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.rebuild import States, _Rebuild
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import gloo_departure as torch_leaving

@@ -21,7 +21,7 @@ from commgrid.collectives import all_reduce
 from commgrid.recording import remote
 from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.timeouts import Timeouts, use_timeouts
-from commgrid.runtime import failures, registry
+from commgrid.runtime import named_failures, registry
 from commgrid.store import standby as torch_standby
 from commgrid.store.client import PatientStore, SilentStoreError
 from commgrid.store.key_wait import connection_of
@@ -81,12 +81,12 @@ def own_faults() -> list[str]:
         raise SilentStoreError("the store has not answered")
 
     if grid.rank == 1:
-        board = failures.FailureBoard(grid)
+        board = named_failures.FailureBoard(grid)
         grid.abort_after_failure = fails  # type: ignore[method-assign]
-        error = failures.GoneError("a connection closed", 0)
+        error = named_failures.GoneError("a connection closed", 0)
         said.append(board.inquire(grid, error, "rank 1"))
         said += error.__notes__
-        board = failures.FailureBoard(grid)
+        board = named_failures.FailureBoard(grid)
         board._failure = Failure("again", 1, (0, 1))
         board._driver.store.add = silent  # type: ignore[method-assign]
         grid.abort_after_failure = abort  # type: ignore[method-assign]
@@ -113,9 +113,9 @@ def own_silent_store() -> str:
         raise SilentStoreError("the store has not answered")
 
     if grid.rank == 0:
-        board = failures.FailureBoard(grid)
+        board = named_failures.FailureBoard(grid)
         board._driver.store.add = silent  # type: ignore[method-assign]
-        said = board.inquire(grid, failures.GoneError("a connection closed", 1), "rank 0")
+        said = board.inquire(grid, named_failures.GoneError("a connection closed", 1), "rank 0")
     commgrid.shutdown()
     return said
 
@@ -141,10 +141,10 @@ def test_a_silent_store_names_no_rank_that_may_live(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", local)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", on_host)
-    monkeypatch.setattr(failures, "_server_rank", lambda: server)
+    monkeypatch.setattr(named_failures, "_server_rank", lambda: server)
     spec = SimpleNamespace(grid_ranks=tuple(range(8)))
     grid = cast(Any, SimpleNamespace(rank=1, spec=spec))
-    said = failures._store_is_gone(grid, True, {5}, "mine")
+    said = named_failures._store_is_gone(grid, True, {5}, "mine")
     assert said.startswith(named)
     assert not set(re.findall(r"\d+", said)) - set(re.findall(r"\d+", named))
 
@@ -252,7 +252,7 @@ def test_a_standby_store_of_rank_0_is_not_the_agents(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for server, said in ((None, "torchrun's agent"), (0, "rank 0"), (2, "rank 2")):
         monkeypatch.setattr(registry._registry.place, "server", server)
-        assert failures._store_server() == said
+        assert named_failures._store_server() == said
 
 
 def order_after_a_rebuild() -> str:
@@ -310,7 +310,7 @@ def other_host_is_silent() -> str:
         hear("0 is through", "1 is through")
         tell(f"{grid.rank} is through")
         return ""
-    with pytest.raises(PeerTimeoutError) as told, failures.named_failures(grid):
+    with pytest.raises(PeerTimeoutError) as told, named_failures.named_failures(grid):
         all_reduce(torch.ones(1), "dp")
     tell(f"{grid.rank} is through")
     if grid.rank == 0:  # whose process is the store's

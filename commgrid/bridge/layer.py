@@ -24,11 +24,11 @@ from commgrid.errors import (
     ShapeError,
     SpecError,
 )
+from commgrid.grid_pairs.pair_group import PairGroup
+from commgrid.grid_pairs.pairing import SIDES, Card, Pairing
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.rendezvous.timeouts import Seconds, as_seconds
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.pair_group import PairGroup
-from commgrid.runtime.pairing import SIDES, Card, Pairing
 
 
 class Bridge(nn.Module):

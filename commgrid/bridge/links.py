@@ -30,7 +30,7 @@ from commgrid.errors import CommGridError
 from commgrid.health.culprit import who_is_missing
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.failures import FailureBoard, GoneError
+from commgrid.runtime.named_failures import FailureBoard, GoneError
 from commgrid.store.search import first_line
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
@@ -38,8 +38,8 @@ from commgrid.torch_compat.messages import can_send, start_transfers, version_of
 from commgrid.torch_compat.peer_errors import is_peer_failure
 
 if TYPE_CHECKING:
-    from commgrid.runtime.pair_group import PairGroup
-    from commgrid.runtime.pairing import Card
+    from commgrid.grid_pairs.pair_group import PairGroup
+    from commgrid.grid_pairs.pairing import Card
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""

@@ -23,7 +23,7 @@ from commgrid.checkpoint.memory import Inventory, Kept, give, kept_states, missi
 from commgrid.collectives.objects import gathered
 from commgrid.parameters.boxes import Chunk
 from commgrid.resharding.items import Item
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 from commgrid.torch_compat.world import group_timeout
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.resharding.model_state import chunks_of
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:

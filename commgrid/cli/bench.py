@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     spec = _with_everyone(read_spec(args))
     from commgrid import bench
     from commgrid.runtime.registry import is_initialized, shutdown
-    from commgrid.runtime.starting import initialize, started_ranks
+    from commgrid.runtime.start import initialize, started_ranks
 
     if started_ranks() == 1:
         raise SpecError(f"one rank alone measures nothing; start several, as with\n  {_START}")

@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     # torch, which the other commands do without
     from commgrid.runtime.registry import shutdown
-    from commgrid.runtime.starting import initialize
+    from commgrid.runtime.start import initialize
 
     grid = initialize(
         config=read_spec(args), backend=args.backend, startup_timeout=args.timeout, name="check"

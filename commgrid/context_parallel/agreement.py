@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.plain import all_gather
 from commgrid.errors import ShapeError, SpecError
 from commgrid.health.culprit import who_is_missing
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
 from commgrid.torch_compat.groups import devices_of
 from commgrid.torch_compat.peer_errors import is_peer_failure

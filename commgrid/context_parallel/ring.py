@@ -35,7 +35,7 @@ from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackw
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import add_runs, take_runs
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
 from commgrid.torch_compat.messages import start_transfers
 from commgrid.torch_compat.peer_errors import is_peer_failure

@@ -28,8 +28,8 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.pipeline_schedules.messages import Exchange
 from commgrid.pipeline_schedules.schedule import Message, Send
-from commgrid.runtime.failures import GoneError
 from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.named_failures import GoneError
 from commgrid.runtime.registry import get_grid
 from commgrid.store.search import first_line
 from commgrid.torch_compat.messages import can_send, start_transfers

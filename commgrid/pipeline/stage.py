@@ -32,7 +32,7 @@ from commgrid.pipeline_schedules.schedule import (
     make_schedule,
 )
 from commgrid.pipeline_schedules.simulator import Span
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.registry import get_grid, is_initialized
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
 from commgrid.torch_compat.messages import start_transfers, wait_for
 from commgrid.torch_compat.peer_errors import is_peer_failure

@@ -27,7 +27,7 @@ from commgrid.resharding.ending import meet
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.resharding.ring import Ring, Room, aligned
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
 from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
 from commgrid.torch_compat.peer_errors import is_peer_failure

@@ -19,11 +19,11 @@ from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.runtime import hosts, summary, suspension
+from commgrid.runtime import placement, summary, suspension
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.named_groups import NamedGroups
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.runtime.sub_grid import SubGrid
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
@@ -171,7 +171,7 @@ class HyperCommGrid(NamedGroups):
             before_ready(self)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
-        asked = (hosts.PHASE,) if hosts.needs_hosts(self._spec) else ()
+        asked = (placement.PHASE,) if placement.needs_hosts(self._spec) else ()
         watch, unwatched = None, None
         if watched:
             try:
@@ -198,7 +198,7 @@ class HyperCommGrid(NamedGroups):
                 if watch is not None:
                     watch.connect(f"{self._name} {rendezvous.incarnation}")
                 if asked:
-                    placed = hosts.settle(self._spec, rendezvous, self._name, self._rank)
+                    placed = placement.settle(self._spec, rendezvous, self._name, self._rank)
                     self._describe(placed, self._name, backend, limit)
                 self._watch = watch
                 self._create(rendezvous.incarnation, backend, limit, rendezvous.patience, watched)

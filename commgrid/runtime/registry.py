@@ -24,7 +24,7 @@ from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
 from commgrid.rendezvous.world_epoch import leave_world
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store import standby as torch_standby
 from commgrid.store.driver import StoreDriver
 from commgrid.store.key_wait import Line, end_all

@@ -20,7 +20,7 @@ from weakref import ref
 from commgrid.errors import CommGridError
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime.communicator import Communicator, exchange_ranks
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import suspended_groups as torch_suspend

@@ -16,16 +16,16 @@ import torch
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
+from commgrid.grid_pairs.pair_group import PairGroup
+from commgrid.grid_pairs.pairing import Pairing, check_alive
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.layouts import Side
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
-from commgrid.runtime.failures import GoneError, no_answer_of
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.pair_group import PairGroup
-from commgrid.runtime.pairing import Pairing, check_alive
+from commgrid.runtime.named_failures import GoneError, no_answer_of
 from commgrid.store.search import first_line
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from functools import partial
 
 import commgrid
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 from gpt_training.log import Log
 from gpt_training.trainer import Trainer, own_device
 

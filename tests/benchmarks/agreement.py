@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from commgrid import GridSpec
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from tests.benchmarks.report import Row, compare, main
 
 PROCESSES = 4

@@ -19,7 +19,7 @@ import commgrid
 from commgrid.bridge import Bridge, Cut
 from commgrid.context_parallel import SequenceSharding
 from commgrid.failures import GoneError, named_failures
-from commgrid.runtime.pairing import Pairing
+from commgrid.grid_pairs.pairing import Pairing
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat.world import world_store
 from tests.flags import hear, tell

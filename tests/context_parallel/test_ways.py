@@ -16,7 +16,7 @@ import commgrid
 from commgrid import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.context_parallel import SequenceSharding, attention, choose
 from commgrid.context_parallel.agreement import named_peers
-from commgrid.runtime.failures import GoneError
+from commgrid.runtime.named_failures import GoneError
 from commgrid.testing import run_on_ranks
 from tests.context_parallel.plain import Case, allowed, inputs
 from tests.memory import peak_bytes

@@ -84,12 +84,12 @@ def _keep_from_starting() -> None:
     """check and bench would start torch.distributed in each case: they get as far as that."""
     import commgrid
     from commgrid.errors import CommGridError
-    from commgrid.runtime import starting
+    from commgrid.runtime import start
 
     def initialize(**given: Any) -> Any:
         raise CommGridError("no grid is started here")
 
-    commgrid.initialize = starting.initialize = initialize  # type: ignore[assignment]
+    commgrid.initialize = start.initialize = initialize  # type: ignore[assignment]
 
 
 def _short(argv: list[str]) -> list[str]:

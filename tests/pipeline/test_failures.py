@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import commgrid
 from commgrid.collectives import all_reduce
 from commgrid.pipeline import Pipeline
-from commgrid.runtime.failures import named_failures
+from commgrid.runtime.named_failures import named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
 from tests.flags import hear, tell

@@ -20,25 +20,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.planning.spec import GridSpec
 from commgrid.recording import remote
 from commgrid.recording.places import whereabouts
 from commgrid.rendezvous.failure_round import Failure
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import _registry, get_grid, store_server
 from commgrid.store.driver import StoreDriver
 from commgrid.store.hosts import ranks_here
 from commgrid.store.search import first_line
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import is_peer_failure
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
-    from commgrid.runtime.pairing import Card
 
 _GUESSES = ("not answer", "came too late")  # ends of messages that only guess at the cause
 
@@ -176,6 +174,15 @@ def _tell_end(grid: HyperCommGrid, error: BaseException | None) -> None:
 _registry.at_exit.append(_tell_end)
 
 
+class Identified(Protocol):
+    """A grid that this rank is in, or the card of one that it is not in."""
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def spec(self) -> GridSpec: ...
+
+
 class FailureBoard:
     """The first failure among the ranks of one grid, as they read it at the store.
 
@@ -183,7 +190,7 @@ class FailureBoard:
         grid: this rank's, or the card of one that it is not in.
     """
 
-    def __init__(self, grid: HyperCommGrid | Card) -> None:
+    def __init__(self, grid: Identified) -> None:
         self._ranks = ranks = tuple(sorted(grid.spec.grid_ranks))
         me = torch_world.world_rank()
         self._failure = Failure(f"commgrid/failures/{grid.identity}", me, ranks)

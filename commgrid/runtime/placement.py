@@ -17,7 +17,7 @@ from commgrid.layout.rank_text import describe_ranks, pack_order, unpack_order
 from commgrid.layout.ranks import RankTuple, as_ranks
 from commgrid.planning.options import BY_HOST, BY_RANK, order_by_host
 from commgrid.planning.spec import GridSpec
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store.hosts import own_host
 
 _NAMED = 4  # hosts that a message lists

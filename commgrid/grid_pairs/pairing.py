@@ -35,7 +35,7 @@ from commgrid.rendezvous.grid_match import Calls
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.runtime.rendezvous import Rendezvous
+from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store.driver import Result, StoreDriver
 from commgrid.store.key_wait import seconds_until
 from commgrid.torch_compat import world as torch_world

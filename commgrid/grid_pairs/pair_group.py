@@ -14,8 +14,8 @@ from commgrid.torch_compat.messages import start_exchange
 from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
+    from commgrid.grid_pairs.pairing import Pairing
     from commgrid.runtime.grid import HyperCommGrid
-    from commgrid.runtime.pairing import Pairing
 
 
 class PairGroup:

@@ -1,0 +1,1 @@
+"""Two grids that meet, for a transfer or a bridge, and the communicator over their ranks."""
