@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 
-from commgrid.errors import SpecError
+from commgrid.errors import (
+    SpecError,
+)
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.options import BY_RANK
@@ -187,3 +189,22 @@ def _with_ranks(given: GridSpec, sizes: Mapping[str, int], ranks: Sequence[int])
     resized = Region(dense.name, tuple(sizes.items()), dense.inherited)
     regions = (resized, *given.regions[1:])
     return replace(given, regions=regions, ranks=as_ranks(ranks), place=BY_RANK).resolve(None)
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """Facts about a rebuild of a grid.
+
+    Args:
+        before: the sizes of the grid before.
+        gone: ranks of the world that did not come.
+        spares: ranks that came and have no part.
+        seconds: from the call on this rank to the new grid.
+        moved: whether ranks meet at a standby store now.
+    """
+
+    before: dict[str, int]
+    gone: tuple[int, ...]
+    spares: tuple[int, ...]
+    seconds: float
+    moved: bool

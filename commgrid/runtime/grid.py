@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError, SpecError
+from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError
 from commgrid.health.culprit import missing_ranks
 from commgrid.health.detector import is_wanted, prepare
 from commgrid.layout.rank_text import describe_ranks
@@ -22,29 +22,25 @@ from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime import placement, summary, suspension
 from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
-from commgrid.runtime.named_groups import NamedGroups
+from commgrid.runtime.live_groups import LiveGroups
 from commgrid.runtime.startup_agreement import Rendezvous
-from commgrid.runtime.sub_grid import SubGrid
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.mesh import forget_plans
 from commgrid.torch_compat.peer_errors import as_peer_error, lost_by_gloo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from commgrid.health.detector import Watch
+    from commgrid.planning.survivors import Rebuilt
     from commgrid.runtime.communicator import CheckReport
-    from commgrid.runtime.rebuild import Rebuilt
 
 
 _log = logging.getLogger("commgrid")
 
 
-class HyperCommGrid(NamedGroups):
+class HyperCommGrid(LiveGroups):
     """The live communicators of one grid, on a torch.distributed that is up.
 
     Made on every rank of the grid at once; returns when all of them have all their
@@ -109,17 +105,10 @@ class HyperCommGrid(NamedGroups):
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
     ) -> None:
         """Set the attributes of a grid that has no communicators yet."""
-        super().__init__(name, spec, torch_world.world_rank())
-        self._backend, self._timeout = backend, timeout
-        self._owns_groups, self._incarnation = True, ""
+        super().__init__(name, spec, torch_world.world_rank(), backend, timeout)
         self._checks = 0  # calls of `check`
         self.rebuilt: Rebuilt | None = None
         """The grid before, if `commgrid.rebuild` has made this one; else None."""
-        self._addresses: list[tuple[Any, str]] = []
-        self._before_destroy: list[Callable[[], object]] = []
-        self._communicators: list[Communicator] = []
-        self._meshes: GridMeshes | None = None
-        self._watch: Watch | None = None
 
     @classmethod
     def from_device_mesh(cls, mesh: DeviceMesh, *, name: str = "default") -> HyperCommGrid:
@@ -269,62 +258,6 @@ class HyperCommGrid(NamedGroups):
         for each in connecting:
             torch_groups.keep_timeout(each.group, each.options, limit)
 
-    def _hold(self, communicator: Communicator) -> None:
-        self._communicators.append(communicator)
-        position = communicator.planned.members.index(self._rank)
-        for name in communicator.names:
-            self._groups[name] = communicator.group
-            self._positions[name] = position
-
-    def before_destroy(self, callback: Callable[[], object]) -> None:
-        """Register a function that is called once, before the grid is destroyed."""
-        self._before_destroy.append(callback)
-
-    def destroy(self) -> None:
-        """Destroy the grid's communicators; a second call does nothing."""
-        torch_groups.destroy_all(self._let_go())
-
-    def _destroy_at_exit(self) -> None:
-        torch_groups.destroy_all(self._let_go(), at_exit=True)
-
-    def abort(self) -> None:
-        """Destroy the grid after a failure, without waiting for calls under way.
-
-        Ranks that wait for this one get an error; on a watched grid it names this rank.
-        """
-        if self._watch is not None:
-            self._watch.post(f"rank {self._rank} has aborted grid {self._name!r}")
-        self.abort_after_failure()
-
-    def abort_after_failure(self) -> None:
-        """Do as `abort`, if the other ranks learn of the failure in another way."""
-        by_pairs = self._connected_by_pairs()
-        groups = self._let_go()
-        self._addresses = torch_groups.addresses(groups)
-        ended_groups.abort_all(groups, by_pairs)
-
-    def forget_addresses(self) -> None:
-        """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""
-        torch_groups.forget_addresses(self._addresses)
-        self._addresses = []
-
-    def _connected_by_pairs(self) -> set[ProcessGroup]:
-        return {c.group for c in self._communicators if not c.connected}
-
-    def _let_go(self) -> list[ProcessGroup]:
-        self._destroyed = True
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
-        while self._before_destroy:
-            self._before_destroy.pop()()
-        self._forget()
-        if self._meshes is not None:
-            forget_plans()
-        self._meshes = None
-        made, self._communicators = self._communicators, []
-        return [communicator.group for communicator in made] if self._owns_groups else []
-
     def suspend(
         self, names: str | Sequence[str] | None = None, *, timeout: Seconds = 600.0
     ) -> None:
@@ -376,86 +309,7 @@ class HyperCommGrid(NamedGroups):
         """
         suspension.resume(self, names, as_seconds("timeout", timeout))
 
-    def _swap(self, communicator: Communicator, group: ProcessGroup) -> None:
-        """Has every name and mesh of a communicator find another group."""
-        before, communicator.group = communicator.group, group
-        for name, held in self._groups.items():
-            if held is before:
-                self._groups[name] = group
-        if self._meshes is not None:
-            self._meshes.replace(group)
-
-    @property
-    def is_destroyed(self) -> bool:
-        """Whether `destroy` was called."""
-        return self._destroyed
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it is not destroyed, and the torch.distributed it was made in has not ended."""
-        return not self._destroyed and all(
-            torch_groups.is_alive(communicator.group) for communicator in self.communicators[:1]
-        )
-
-    # -- what it is ---------------------------------------------------------------------
-
-    @property
-    def backend(self) -> str | None:
-        """The backend it was given; None: WORLD's."""
-        return self._backend
-
-    @property
-    def watch(self) -> Watch | None:
-        """The thread that sees whether ranks are gone; None where nothing watches."""
-        return self._watch
-
-    @property
-    def timeout(self) -> float | None:
-        """The seconds that a collective may take; None: torch's default."""
-        return self._timeout
-
-    @property
-    def identity(self) -> str:
-        """A name unlike any other grid's at this store: name, first rank and incarnation."""
-        return f"{self._name}@{self._spec.grid_ranks[0]}/{self._incarnation}"
-
-    @property
-    def communicators(self) -> tuple[Communicator, ...]:
-        """The distinct communicators of this rank, in creation order."""
-        return tuple(self._communicators)
-
-    def members_of_communicators(self) -> dict[str, list[int]]:
-        """By the names of each communicator, with commas as torch describes it, its ranks.
-
-        Those of a grid that is not the default one have its name before them, as `critic:dp`.
-        """
-        owner = "" if self._name == "default" else f"{self._name}:"
-        return {owner + ",".join(each.names): list(each.ranks) for each in self._communicators}
-
     # -- parts and proof ----------------------------------------------------------------
-
-    def select(self, **fixed: int) -> SubGrid:
-        """The sub-grid in which the given axes have the given index.
-
-        Args:
-            **fixed: axes of one region and their index: `select(dp=2)`.
-
-        Raises:
-            SpecError: an unknown axis, an index outside it, or axes of two regions.
-        """
-        self._resolve("")
-        if "dp" in fixed and len(self._spec.words["dp"]) > 1:  # HSDP: the name of both its parts
-            replica, shard = divmod(fixed.pop("dp"), self.shape["dp_shard"])
-            fixed |= {"dp_replicate": replica, "dp_shard": shard}
-        layouts = [lay for lay in self._layouts.values() if set(fixed) <= set(lay.shape)]
-        if not layouts:
-            known = " | ".join(", ".join(layout.shape) for layout in self._layouts.values())
-            raise SpecError(
-                f"select({', '.join(fixed)}): no region has all of these axes; the regions have "
-                f"{known}"
-            )
-        kept = [layout.select(**fixed) for layout in layouts]
-        return SubGrid(self._spec, self._rank, self.get_group, kept, fixed)
 
     def device_mesh(self, *names: str, drop_size_1: bool = False) -> DeviceMesh:
         """A torch DeviceMesh over the grid's own communicators; creates none.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from commgrid.errors import GridDestroyedError, NotInGroupError, UnknownGroupError
+from commgrid.errors import GridDestroyedError, NotInGroupError, SpecError, UnknownGroupError
 from commgrid.layout.ranks import Ranks
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
+from commgrid.runtime.sub_grid import SubGrid
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -192,6 +193,31 @@ class NamedGroups:
         in a grid over a range, by first rank."""
         definition = self._spec.definitions[self._resolve("_".join(names))]
         return tuple(definition.all_ranks(self._layouts[definition.region]))
+
+    # -- parts --------------------------------------------------------------------------
+
+    def select(self, **fixed: int) -> SubGrid:
+        """The sub-grid in which the given axes have the given index.
+
+        Args:
+            **fixed: axes of one region and their index: `select(dp=2)`.
+
+        Raises:
+            SpecError: an unknown axis, an index outside it, or axes of two regions.
+        """
+        self._resolve("")
+        if "dp" in fixed and len(self._spec.words["dp"]) > 1:  # HSDP: the name of both its parts
+            replica, shard = divmod(fixed.pop("dp"), self.shape["dp_shard"])
+            fixed |= {"dp_replicate": replica, "dp_shard": shard}
+        layouts = [lay for lay in self._layouts.values() if set(fixed) <= set(lay.shape)]
+        if not layouts:
+            known = " | ".join(", ".join(layout.shape) for layout in self._layouts.values())
+            raise SpecError(
+                f"select({', '.join(fixed)}): no region has all of these axes; the regions have "
+                f"{known}"
+            )
+        kept = [layout.select(**fixed) for layout in layouts]
+        return SubGrid(self._spec, self._rank, self.get_group, kept, fixed)
 
     # -- around a ring ------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from commgrid.errors import (
 from commgrid.layout.rank_text import describe_ranks, unpack
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.survivors import Fits, refit
+from commgrid.planning.survivors import Fits, Rebuilt, refit
 from commgrid.recording import live
 from commgrid.rendezvous.membership import Call, LateError, Membership
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
@@ -33,25 +33,6 @@ from commgrid.store.search import first_line
 from commgrid.torch_compat import world as torch_world
 
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
-
-
-@dataclass(frozen=True)
-class Rebuilt:
-    """Facts about a rebuild of a grid.
-
-    Args:
-        before: the sizes of the grid before.
-        gone: ranks of the world that did not come.
-        spares: ranks that came and have no part.
-        seconds: from the call on this rank to the new grid.
-        moved: whether ranks meet at a standby store now.
-    """
-
-    before: dict[str, int]
-    gone: tuple[int, ...]
-    spares: tuple[int, ...]
-    seconds: float
-    moved: bool
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from commgrid.wording import around, several
 
 if TYPE_CHECKING:
     from commgrid.planning.region import Region
-    from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.live_groups import LiveGroups
 
 _GROUPS = 12  # that a notebook's table shows
 
 
-def as_text(grid: HyperCommGrid) -> str:
+def as_text(grid: LiveGroups) -> str:
     """The grid in a few lines: sizes and this rank's coordinate by region, and what it holds."""
     lines = [repr(grid)]
     for region in grid.spec.regions:
@@ -30,7 +30,7 @@ def as_text(grid: HyperCommGrid) -> str:
     return "\n".join([*lines, f"  {_held(grid)}"])
 
 
-def as_html(grid: HyperCommGrid) -> str:
+def as_html(grid: LiveGroups) -> str:
     """The same as HTML, with the ranks of this rank's groups."""
     parts = [f"<p><code>{escape(repr(grid))}</code></p>"]
     for region in grid.spec.regions:
@@ -54,7 +54,7 @@ def as_html(grid: HyperCommGrid) -> str:
     return f"<div>{''.join(parts)}<p>{escape(_held(grid))}</p></div>"
 
 
-def _columns(grid: HyperCommGrid, region: Region) -> list[tuple[str, str, str]]:
+def _columns(grid: LiveGroups, region: Region) -> list[tuple[str, str, str]]:
     """Return the table's columns: axis, its size, and this rank's index."""
     heads = [("axis", "size", f"rank {grid.rank}")]
     return heads + [
@@ -62,7 +62,7 @@ def _columns(grid: HyperCommGrid, region: Region) -> list[tuple[str, str, str]]:
     ]
 
 
-def _held(grid: HyperCommGrid) -> str:
+def _held(grid: LiveGroups) -> str:
     """Return the number of this rank's communicators, and their states, in words."""
     ranks = several(grid.world_size, "rank")
     if grid.is_destroyed:

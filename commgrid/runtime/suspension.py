@@ -28,7 +28,7 @@ from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+    from commgrid.runtime.live_groups import LiveGroups
 
 Names = str | Sequence[str] | None
 
@@ -48,7 +48,7 @@ class _Alone:
         """Nobody waits for a word."""
 
 
-def suspend(grid: HyperCommGrid, names: Names, timeout: float) -> None:
+def suspend(grid: LiveGroups, names: Names, timeout: float) -> None:
     """See `HyperCommGrid.suspend`."""
     with _agreed(grid, "suspend", names, timeout, ("idle", "suspended")) as rendezvous:
         chosen = [c for c in _chosen(grid, names) if not c.suspended]
@@ -59,7 +59,7 @@ def suspend(grid: HyperCommGrid, names: Names, timeout: float) -> None:
             rendezvous.meet()
 
 
-def resume(grid: HyperCommGrid, names: Names, timeout: float) -> None:
+def resume(grid: LiveGroups, names: Names, timeout: float) -> None:
     """See `HyperCommGrid.resume`."""
     with _agreed(grid, "resume", names, timeout, PHASES) as rendezvous:
         chosen = [c for c in _chosen(grid, names) if c.suspended]
@@ -81,7 +81,7 @@ def resume(grid: HyperCommGrid, names: Names, timeout: float) -> None:
 
 @contextmanager
 def _agreed(
-    grid: HyperCommGrid, call: str, names: Names, timeout: float, phases: Sequence[str]
+    grid: LiveGroups, call: str, names: Names, timeout: float, phases: Sequence[str]
 ) -> Iterator[Rendezvous | _Alone]:
     """A rendezvous of the grid's ranks, which all make the same call."""
     grid._resolve("")  # raises where the grid is gone
@@ -111,7 +111,7 @@ def _listed(names: Names) -> list[str] | str:
     return "all" if names is None else [names] if isinstance(names, str) else list(names)
 
 
-def _chosen(grid: HyperCommGrid, names: Names) -> list[Communicator]:
+def _chosen(grid: LiveGroups, names: Names) -> list[Communicator]:
     """This rank's communicators that answer to one of the names, in creation order.
 
     Raises:
@@ -125,7 +125,7 @@ def _chosen(grid: HyperCommGrid, names: Names) -> list[Communicator]:
     return [c for c in grid.communicators if wanted & {*c.names}]
 
 
-def _check_idle(grid: HyperCommGrid, chosen: list[Communicator], seconds: float) -> None:
+def _check_idle(grid: LiveGroups, chosen: list[Communicator], seconds: float) -> None:
     under_way = torch_suspend.work_under_way((c.group for c in chosen), seconds)
     if under_way:
         told = "; ".join(f"{', '.join(ops)} on {names}" for names, ops in under_way.items())
@@ -136,7 +136,7 @@ def _check_idle(grid: HyperCommGrid, chosen: list[Communicator], seconds: float)
 
 
 @contextmanager
-def _or_destroyed(grid: HyperCommGrid) -> Iterator[None]:
+def _or_destroyed(grid: LiveGroups) -> Iterator[None]:
     """Within it, a failure leaves no communicator that only some of its members have."""
     try:
         yield
@@ -147,7 +147,7 @@ def _or_destroyed(grid: HyperCommGrid) -> Iterator[None]:
         raise
 
 
-def _give_up(grid: HyperCommGrid, chosen: list[Communicator]) -> None:
+def _give_up(grid: LiveGroups, chosen: list[Communicator]) -> None:
     themselves = [c for c in chosen if torch_suspend.suspends_itself(c.group)]
     for communicator in themselves:
         torch_suspend.suspend(communicator.group, _why(grid, communicator))
@@ -165,7 +165,7 @@ def _give_up(grid: HyperCommGrid, chosen: list[Communicator]) -> None:
 
 
 def _make_again(
-    grid: HyperCommGrid, communicator: Communicator, rendezvous: Rendezvous | _Alone
+    grid: LiveGroups, communicator: Communicator, rendezvous: Rendezvous | _Alone
 ) -> None:
     """A group in place of a stand-in, under its name."""
     planned, stand_in = communicator.planned, communicator.group
@@ -192,7 +192,7 @@ def _make_again(
     grid._swap(communicator, group)
 
 
-def _why(grid: HyperCommGrid, communicator: Communicator) -> str:
+def _why(grid: LiveGroups, communicator: Communicator) -> str:
     return (
         f"{communicator.describe()} of grid {grid.name!r} is suspended; call grid.resume() on all "
         "ranks of the grid first"

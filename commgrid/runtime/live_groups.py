@@ -1,0 +1,157 @@
+"""LiveGroups: the communicators that a grid holds, and how it lets go of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime.communicator import Communicator
+from commgrid.runtime.device_mesh import GridMeshes
+from commgrid.runtime.named_groups import NamedGroups
+from commgrid.torch_compat import ended_groups
+from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat.mesh import forget_plans
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from commgrid.health.detector import Watch
+
+
+class LiveGroups(NamedGroups):
+    """The communicators of a grid, from none at its start to none at its end.
+
+    Args:
+        name: the grid's.
+        spec: its resolved spec.
+        rank: this process's global rank.
+        backend: of every communicator that the groups table gives none; None: WORLD's.
+        timeout: seconds that a collective may take; None: torch's default.
+    """
+
+    def __init__(
+        self, name: str, spec: GridSpec, rank: int, backend: str | None, timeout: float | None
+    ) -> None:
+        super().__init__(name, spec, rank)
+        self._backend, self._timeout = backend, timeout
+        self._owns_groups, self._incarnation = True, ""
+        self._addresses: list[tuple[Any, str]] = []
+        self._before_destroy: list[Callable[[], object]] = []
+        self._communicators: list[Communicator] = []
+        self._meshes: GridMeshes | None = None
+        self._watch: Watch | None = None
+
+    # -- what it is ---------------------------------------------------------------------
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether `destroy` was called."""
+        return self._destroyed
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is not destroyed, and the torch.distributed it was made in has not ended."""
+        return not self._destroyed and all(
+            torch_groups.is_alive(communicator.group) for communicator in self.communicators[:1]
+        )
+
+    @property
+    def backend(self) -> str | None:
+        """The backend it was given; None: WORLD's."""
+        return self._backend
+
+    @property
+    def watch(self) -> Watch | None:
+        """The thread that sees whether ranks are gone; None where nothing watches."""
+        return self._watch
+
+    @property
+    def timeout(self) -> float | None:
+        """The seconds that a collective may take; None: torch's default."""
+        return self._timeout
+
+    @property
+    def identity(self) -> str:
+        """A name unlike any other grid's at this store: name, first rank and incarnation."""
+        return f"{self._name}@{self._spec.grid_ranks[0]}/{self._incarnation}"
+
+    @property
+    def communicators(self) -> tuple[Communicator, ...]:
+        """The distinct communicators of this rank, in creation order."""
+        return tuple(self._communicators)
+
+    def members_of_communicators(self) -> dict[str, list[int]]:
+        """By the names of each communicator, with commas as torch describes it, its ranks.
+
+        Those of a grid that is not the default one have its name before them, as `critic:dp`.
+        """
+        owner = "" if self._name == "default" else f"{self._name}:"
+        return {owner + ",".join(each.names): list(each.ranks) for each in self._communicators}
+
+    # -- holding and letting go ---------------------------------------------------------
+
+    def _hold(self, communicator: Communicator) -> None:
+        self._communicators.append(communicator)
+        position = communicator.planned.members.index(self._rank)
+        for name in communicator.names:
+            self._groups[name] = communicator.group
+            self._positions[name] = position
+
+    def _swap(self, communicator: Communicator, group: ProcessGroup) -> None:
+        """Has every name and mesh of a communicator find another group."""
+        before, communicator.group = communicator.group, group
+        for name, held in self._groups.items():
+            if held is before:
+                self._groups[name] = group
+        if self._meshes is not None:
+            self._meshes.replace(group)
+
+    def before_destroy(self, callback: Callable[[], object]) -> None:
+        """Register a function that is called once, before the grid is destroyed."""
+        self._before_destroy.append(callback)
+
+    def destroy(self) -> None:
+        """Destroy the grid's communicators; a second call does nothing."""
+        torch_groups.destroy_all(self._let_go())
+
+    def _destroy_at_exit(self) -> None:
+        torch_groups.destroy_all(self._let_go(), at_exit=True)
+
+    def abort(self) -> None:
+        """Destroy the grid after a failure, without waiting for calls under way.
+
+        Ranks that wait for this one get an error; on a watched grid it names this rank.
+        """
+        if self._watch is not None:
+            self._watch.post(f"rank {self._rank} has aborted grid {self._name!r}")
+        self.abort_after_failure()
+
+    def abort_after_failure(self) -> None:
+        """Do as `abort`, if the other ranks learn of the failure in another way."""
+        by_pairs = self._connected_by_pairs()
+        groups = self._let_go()
+        self._addresses = torch_groups.addresses(groups)
+        ended_groups.abort_all(groups, by_pairs)
+
+    def forget_addresses(self) -> None:
+        """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""
+        torch_groups.forget_addresses(self._addresses)
+        self._addresses = []
+
+    def _connected_by_pairs(self) -> set[ProcessGroup]:
+        return {c.group for c in self._communicators if not c.connected}
+
+    def _let_go(self) -> list[ProcessGroup]:
+        self._destroyed = True
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
+        while self._before_destroy:
+            self._before_destroy.pop()()
+        self._forget()
+        if self._meshes is not None:
+            forget_plans()
+        self._meshes = None
+        made, self._communicators = self._communicators, []
+        return [communicator.group for communicator in made] if self._owns_groups else []
