@@ -1,51 +1,15 @@
-"""Specs and plans as a few lines of text."""
+"""Lists in sentences: counts, names, and the ranks around this one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
-from commgrid.layout.rank_text import listed_ranks
 from commgrid.layout.ranks import Ranks, RankSet, runs_of
-
-if TYPE_CHECKING:
-    from commgrid.planning.plan import GroupPlan
-    from commgrid.planning.spec import GridSpec
 
 _RANKS = 12  # of a group that a line shows one by one
 _RUNS = 2  # of neighbours that a line shows of a larger one, beside its own and the last
 _NAMES = 16  # that a line lists
-
-
-def of_spec(spec: GridSpec) -> str:
-    """The sizes of every region, and what is created of it."""
-    head = "grid of any number of ranks"
-    if spec.ranks is not None:
-        head = f"grid of {several(len(spec.ranks), 'rank')}: {listed_ranks(spec.ranks)}"
-    elif spec.is_resolved:
-        head = f"grid of {several(spec.world_size, 'rank')}"
-    choices = [f"{key}={listed(getattr(spec, key))}" for key in ("create", "connect", "share")]
-    lines = [head, *(f"  {region}" for region in spec.regions), f"  {', '.join(choices)}"]
-    if spec.groups:
-        lines.append(f"  groups: {listed(spec.table_names)}")
-    return "\n".join(lines)
-
-
-def of_plan(plan: GroupPlan) -> str:
-    """One rank's coordinate, and how much it has to create."""
-    held = several(len(plan.communicators), "communicator")
-    names = several(len(plan.members), "name")
-    connecting = sum(each.connect for each in plan.communicators)
-    return (
-        f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}\n"
-        f"  {held} for {names}, {connecting} of which connect at start"
-    )
-
-
-def where(plan: GroupPlan) -> str:
-    """The rank's coordinate in words."""
-    return ", ".join(f"{axis} {index}" for axis, index in plan.coordinate.items())
 
 
 def several(count: int, what: str) -> str:

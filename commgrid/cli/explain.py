@@ -21,7 +21,7 @@ from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.plan import GroupPlan
-from commgrid.wording import around, several, where
+from commgrid.wording import around, several
 
 _EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5
@@ -79,7 +79,7 @@ def as_json(plan: GroupPlan, cluster: Cluster | None = None) -> dict[str, Any]:
 
 def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
     """The rank as a table: one line a communicator, this rank in brackets."""
-    lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {where(plan)}"]
+    lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {plan.place}"]
     if cluster is not None:
         nodes = cluster.node(highest_rank(plan.spec.grid_ranks)) + 1
         lines.append(f"on node {cluster.node(plan.rank)} of {nodes:,}; *: on another node")

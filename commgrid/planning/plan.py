@@ -11,13 +11,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from commgrid import wording as summary
 from commgrid.errors import NotInGridError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import Ranks, as_index
 from commgrid.planning.group import GroupDef
 from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
+from commgrid.wording import several
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,18 @@ class GroupPlan:
         rank 5 of 8: tp 1, cp 0, dp 0, pp 1
           15 communicators for 15 names, 3 of which connect at start
         """
-        return summary.of_plan(self)
+        held = several(len(self.communicators), "communicator")
+        names = several(len(self.members), "name")
+        connecting = sum(each.connect for each in self.communicators)
+        return (
+            f"rank {self.rank} of {self.spec.world_size:,}: {self.place}\n"
+            f"  {held} for {names}, {connecting} of which connect at start"
+        )
+
+    @property
+    def place(self) -> str:
+        """The rank's coordinate in words."""
+        return ", ".join(f"{axis} {index}" for axis, index in self.coordinate.items())
 
     @property
     def coordinate(self) -> dict[str, int]:

@@ -14,12 +14,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from commgrid import wording as summary
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.layout import axis_names as names
 from commgrid.layout.rank_layout import RankLayout
-from commgrid.layout.rank_text import describe_ranks, listed_ranks
-from commgrid.layout.ranks import MOST_RANK, RankTuple, as_index, as_ranks, highest_rank
+from commgrid.layout.rank_text import listed_ranks
+from commgrid.layout.ranks import MOST_RANK, as_index, as_ranks, highest_rank
 from commgrid.planning.group import GroupDef, define_groups, find_name
 from commgrid.planning.group_row import UNWANTED, GroupEntry
 from commgrid.planning.options import (
@@ -42,7 +41,14 @@ from commgrid.planning.region import (
     region_from,
     without_experts,
 )
+from commgrid.planning.spec_checks import (
+    check_choice,
+    check_listed_ranks,
+    check_regions_agree,
+    levels_of_groups,
+)
 from commgrid.planning.yaml import changed, from_file
+from commgrid.wording import listed, several
 
 _OF_REGIONS = ("axes", "order", "regions")
 
@@ -101,7 +107,7 @@ class GridSpec:
                 "share='none': this is now called 'aliases', and the default; expected "
                 f"{', '.join(OPTIONS['share'].words)}"
             )
-        self._check_choice("share", ())
+        check_choice("share", self.share, {}, self.words)
         if self.is_resolved and self.world_size > MOST_RANK:
             raise SpecError(f"axes: the sizes make more ranks than there can be, {MOST_RANK}")
         if self.is_resolved and len(self.grid_ranks) != self.world_size:
@@ -109,14 +115,19 @@ class GridSpec:
                 f"ranks={listed_ranks(self.grid_ranks)}: {len(self.grid_ranks)} ranks, but the "
                 f"sizes make {self.world_size}"
             )
-        self._check_regions_agree()
-        known = tuple(self.definitions)
-        object.__setattr__(self, "create", self._check_choice("create", known))
-        object.__setattr__(self, "connect", self._check_choice("connect", known))
+        if self.is_resolved:
+            for region in self.regions:
+                if region.product != self.world_size:  # says what would fit
+                    region.resolve(self.world_size, dict(self.regions[0].numbers))
+            check_regions_agree(self.regions, self.layouts, self.grid_ranks[0])
+        for key in ("create", "connect"):
+            chosen = check_choice(key, getattr(self, key), self.definitions, self.words)
+            object.__setattr__(self, key, chosen)
         for name in () if isinstance(self.connect, str) else self.connect:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
-        self._check_listed_ranks()
+        if self.is_resolved:
+            check_listed_ranks(self.groups, self.grid_ranks, self.layout("dense").ranks)
         check_place(self.place, self.ranks)
         _ = self.constraints  # what is wrong with it is an error now
 
@@ -128,7 +139,16 @@ class GridSpec:
           dense   tp 2 · cp 1 · dp 2 · pp 2   (fastest first)
           create=all, connect=axes, share=aliases
         """
-        return summary.of_spec(self)
+        head = "grid of any number of ranks"
+        if self.ranks is not None:
+            head = f"grid of {several(len(self.ranks), 'rank')}: {listed_ranks(self.ranks)}"
+        elif self.is_resolved:
+            head = f"grid of {several(self.world_size, 'rank')}"
+        choices = [f"{key}={listed(getattr(self, key))}" for key in ("create", "connect", "share")]
+        lines = [head, *(f"  {region}" for region in self.regions), f"  {', '.join(choices)}"]
+        if self.groups:
+            lines.append(f"  groups: {listed(self.table_names)}")
+        return "\n".join(lines)
 
     # -- making one ---------------------------------------------------------------------
 
@@ -359,21 +379,7 @@ class GridSpec:
         Raises:
             SpecError: no such group, or two levels for one.
         """
-        rows = ((e, part) for e in self.groups if e.within for part in dict(e.split or {e.name: 0}))
-        given = [(f"within.{name}", name, level) for name, level in self.within]
-        given += [(f"groups.{e.name}.within", p, e.within) for e, p in rows if p != UNWANTED]  # type: ignore[misc]
-        found: dict[str, str] = {}
-        for key, spelled, level in given:
-            name = find_name(spelled, self.definitions, self.words)
-            if name is None:
-                near = names.nearest(spelled, self.definitions)
-                raise SpecError(f"{key}={level!r}: no group is named {spelled!r}{near}")
-            if found.setdefault(name, level) != level:
-                raise SpecError(
-                    f"{key}={level!r}: group {name!r} is to stay within a {found[name]} too; give "
-                    "one of them"
-                )
-        return found
+        return levels_of_groups(self.within, self.groups, self.definitions, self.words)
 
     @cached_property
     def created_names(self) -> frozenset[str]:
@@ -498,68 +504,6 @@ class GridSpec:
         import yaml
 
         return str(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None))
-
-    # -- checking it --------------------------------------------------------------------
-
-    def _check_choice(self, key: str, known: Iterable[str]) -> str | tuple[str, ...]:
-        value: str | tuple[str, ...] = getattr(self, key)
-        choices = OPTIONS[key].words
-        if isinstance(value, tuple) and known:
-            for name in value:
-                if (
-                    not isinstance(name, str)
-                    or find_name(name, self.definitions, self.words) is None
-                ):
-                    raise SpecError(
-                        f"{key}: no group is named {name!r}{names.nearest(str(name), known)}"
-                    )
-            return tuple(find_name(name, self.definitions, self.words) or "" for name in value)
-        if value not in choices:
-            listed = f"{', '.join(choices)}{', or a list of group names' if known else ''}"
-            raise SpecError(
-                f"{key}={value!r}: expected {listed}{names.nearest(str(value), choices)}"
-            )
-        return value
-
-    def _check_listed_ranks(self) -> None:
-        """A row that lists ranks lists the grid's."""
-        if not self.is_resolved:
-            return
-        covered = frozenset(self.grid_ranks) if isinstance(self.ranks, tuple) else self.grid_ranks
-        for entry in self.groups:
-            strange = [r for ranks in entry.lists or () for r in ranks if r not in covered]
-            if strange:
-                raise SpecError(
-                    f"groups.{entry.name}.ranks: {describe_ranks(RankTuple(strange))} outside this "
-                    f"grid, which covers {describe_ranks(self.layout('dense').ranks)}; list global "
-                    "ranks of the grid"
-                )
-
-    def _check_regions_agree(self) -> None:
-        """An axis of two regions must mean the same groups in both."""
-        if not self.is_resolved:
-            return
-        first: dict[str, Region] = {}
-        start = self.grid_ranks[0]
-        for region in self.regions:
-            if region.product != self.world_size:
-                region.resolve(
-                    self.world_size, dict(self.regions[0].numbers)
-                )  # says what would fit
-            for axis in region.axes:
-                known = first.setdefault(axis, region)
-                if known is region:
-                    continue
-                # Both layouts start at the same rank without gaps, so if the axis has the same
-                # group there it has the same size and stride, hence the same groups everywhere.
-                ours = self.layout(known.name).group(start, axis)
-                theirs = self.layout(region.name).group(start, axis)
-                if ours != theirs:
-                    raise SpecError(
-                        f"order: {axis} groups differ between regions: rank {start} has {axis} "
-                        f"group {ours[:]} in {known.name} and {theirs[:]} in {region.name}; put "
-                        f"{axis} last in both orders, or give the axes before it equal products"
-                    )
 
 
 def _names(given: object) -> object:

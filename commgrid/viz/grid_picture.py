@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from commgrid.planning.plan import GroupPlan
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, ink_on, new_figure
 from commgrid.viz.view import GridView
-from commgrid.wording import several, where
+from commgrid.wording import several
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,7 +93,7 @@ def _title(view: GridView) -> str:
         title += f" on {several(len(view.nodes), 'node')}"
     if view.rank is None:
         return title
-    return f"{title}\nrank {view.rank} is {where(GroupPlan.for_rank(view.spec, view.rank))}"
+    return f"{title}\nrank {view.rank} is {GroupPlan.for_rank(view.spec, view.rank).place}"
 
 
 def _panel(axes: Axes, view: GridView, places: Places, name: str) -> None:

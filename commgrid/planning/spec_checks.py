@@ -1,0 +1,124 @@
+"""Checks of a spec's parts against each other: named groups, listed ranks, axes of two regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from commgrid.errors import SpecError
+from commgrid.layout import axis_names as names
+from commgrid.layout.rank_layout import RankLayout
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import Ranks, RankTuple
+from commgrid.planning.group import GroupDef, find_name
+from commgrid.planning.group_row import UNWANTED, GroupEntry
+from commgrid.planning.options import OPTIONS
+from commgrid.planning.region import Region
+
+
+def check_choice(
+    key: str,
+    value: str | tuple[str, ...],
+    definitions: Mapping[str, GroupDef],
+    words: names.Words,
+) -> str | tuple[str, ...]:
+    """Return an option's word, or the canonical names of the groups that it lists.
+
+    Args:
+        key: of `OPTIONS`.
+        value: as given.
+        definitions: of all groups; empty: it takes no names.
+        words: of the grid's names.
+
+    Raises:
+        SpecError: another word, or no group of a name.
+    """
+    choices = OPTIONS[key].words
+    if isinstance(value, tuple) and definitions:
+        found = [find_name(n, definitions, words) if isinstance(n, str) else None for n in value]
+        for name, canonical in zip(value, found, strict=True):
+            if canonical is None:
+                near = names.nearest(str(name), tuple(definitions))
+                raise SpecError(f"{key}: no group is named {name!r}{near}")
+        return tuple(each or "" for each in found)
+    if value not in choices:
+        listed = f"{', '.join(choices)}{', or a list of group names' if definitions else ''}"
+        raise SpecError(f"{key}={value!r}: expected {listed}{names.nearest(str(value), choices)}")
+    return value
+
+
+def check_listed_ranks(
+    rows: Iterable[GroupEntry], grid_ranks: range | tuple[int, ...], dense: Ranks
+) -> None:
+    """A row that lists ranks lists the grid's, which are also given as the dense region's."""
+    covered = frozenset(grid_ranks) if isinstance(grid_ranks, tuple) else grid_ranks
+    for entry in rows:
+        strange = [r for ranks in entry.lists or () for r in ranks if r not in covered]
+        if strange:
+            raise SpecError(
+                f"groups.{entry.name}.ranks: {describe_ranks(RankTuple(strange))} outside this "
+                f"grid, which covers {describe_ranks(dense)}; list global ranks of the grid"
+            )
+
+
+def check_regions_agree(
+    regions: Iterable[Region], layouts: Mapping[str, RankLayout], start: int
+) -> None:
+    """An axis of two regions must mean the same groups in both.
+
+    Args:
+        regions: resolved, of equal products.
+        layouts: by region.
+        start: the grid's first rank.
+    """
+    first: dict[str, Region] = {}
+    for region in regions:
+        for axis in region.axes:
+            known = first.setdefault(axis, region)
+            if known is region:
+                continue
+            # Both layouts start at the same rank without gaps, so if the axis has the same
+            # group there it has the same size and stride, hence the same groups everywhere.
+            ours = layouts[known.name].group(start, axis)
+            theirs = layouts[region.name].group(start, axis)
+            if ours != theirs:
+                raise SpecError(
+                    f"order: {axis} groups differ between regions: rank {start} has {axis} "
+                    f"group {ours[:]} in {known.name} and {theirs[:]} in {region.name}; put "
+                    f"{axis} last in both orders, or give the axes before it equal products"
+                )
+
+
+def levels_of_groups(
+    within: Iterable[tuple[str, str]],
+    rows: Iterable[GroupEntry],
+    definitions: Mapping[str, GroupDef],
+    words: names.Words,
+) -> dict[str, str]:
+    """Return the level that no group of a name may leave, by canonical name.
+
+    Args:
+        within: pairs of a name and a level, as a spec has them.
+        rows: of the groups table.
+        definitions, words: see `check_choice`.
+
+    Raises:
+        SpecError: no such group, or two levels for one.
+    """
+    given = [(f"within.{name}", name, level) for name, level in within]
+    for row in rows:
+        if row.within:
+            key, level = f"groups.{row.name}.within", row.within
+            parts = dict(row.split or {row.name: 0})
+            given += [(key, part, level) for part in parts if part != UNWANTED]
+    found: dict[str, str] = {}
+    for key, spelled, level in given:
+        name = find_name(spelled, definitions, words)
+        if name is None:
+            near = names.nearest(spelled, definitions)
+            raise SpecError(f"{key}={level!r}: no group is named {spelled!r}{near}")
+        if found.setdefault(name, level) != level:
+            raise SpecError(
+                f"{key}={level!r}: group {name!r} is to stay within a {found[name]} too; give "
+                "one of them"
+            )
+    return found
