@@ -8,7 +8,7 @@ naming the key, the value and a fix before anything of it becomes a communicator
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,19 +27,13 @@ from commgrid.planning.options import (
     DEFAULT_SHARE,
     OPTIONS,
     check_place,
-    parse_within,
-    refuse_unknown,
 )
 from commgrid.planning.region import (
-    AXES,
     HSDP,
     Region,
-    dense_from,
     expert_region,
     make_region,
     parse_order,
-    region_from,
-    without_experts,
 )
 from commgrid.planning.spec_checks import (
     check_choice,
@@ -47,10 +41,9 @@ from commgrid.planning.spec_checks import (
     check_regions_agree,
     levels_of_groups,
 )
+from commgrid.planning.spec_mapping import as_mapping, read_mapping, read_options
 from commgrid.planning.yaml import changed, from_file
 from commgrid.wording import listed, several
-
-_OF_REGIONS = ("axes", "order", "regions")
 
 
 @dataclass(frozen=True)
@@ -201,10 +194,11 @@ class GridSpec:
         regions = [dense]
         if etp is not None or ep != 1:
             regions.append(expert_region(dense, placed, ep, etp))
-        return cls._assemble(
-            regions, create=create, connect=connect, share=share, groups=groups, ranks=ranks,
-            within=within, place=place,
-        )  # fmt: skip
+        options = {
+            "create": create, "connect": connect, "share": share, "groups": groups, "ranks": ranks,
+            "within": within, "place": place,
+        }  # fmt: skip
+        return cls(tuple(regions), **read_options(options))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GridSpec:
@@ -213,29 +207,7 @@ class GridSpec:
         Raises:
             SpecError: an unknown or missing key, or a value that does not fit.
         """
-        if not isinstance(config, Mapping):
-            raise SpecError(f"config: expected a mapping, got {type(config).__name__}")
-        hints = {
-            axis: f"; sizes go under axes, as axes: {{{axis}: {config[axis]}}}"
-            for axis in AXES
-            if axis in config
-        }
-        refuse_unknown("", config, OPTIONS, hints)
-        if "axes" not in config:
-            raise SpecError("axes: missing; expected a mapping of axis names to sizes")
-        given = {} if config.get("regions") is None else config["regions"]
-        if not isinstance(given, Mapping):
-            raise SpecError(f"regions={given!r}: expected a mapping of region names")
-        axes, experts = without_experts(config["axes"], given)
-        order = config.get("order")
-        regions = [dense_from(axes, order)]
-        if experts is not None:
-            placed = DEFAULT_ORDER if order is None else order
-            regions.append(expert_region(regions[0], str(placed).split("-"), *experts))
-        for name, entry in given.items():
-            regions.append(region_from(name, entry, regions[0].axes))
-        rest = {k: v for k, v in config.items() if k not in _OF_REGIONS and v is not None}
-        return cls._assemble(regions, **rest)
+        return cls(**read_mapping(config))
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, changes: Mapping[str, Any] | None = None) -> GridSpec:
@@ -292,16 +264,6 @@ class GridSpec:
         if isinstance(config, str | Path):
             return cls.from_yaml(config)
         return cls.from_dict(config)
-
-    @classmethod
-    def _assemble(cls, regions: Sequence[Region], **options: Any) -> GridSpec:
-        """A spec from values of `OPTIONS` as a file or a call gives them."""
-        read = {
-            key: _READERS[key](value) if key in _READERS else value
-            for key, value in options.items()
-            if value is not None or OPTIONS[key].default is not None  # None is not their default
-        }
-        return cls(tuple(regions), **read)
 
     # -- reading it ---------------------------------------------------------------------
 
@@ -474,53 +436,14 @@ class GridSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `from_dict` reads back to an equal spec."""
-        dense, *others = self.regions
-        made: dict[str, Any] = {"axes": dict(dense.sizes), "order": "-".join(dense.axes)}
-        if others:
-            made["regions"] = {
-                r.name: {"axes": dict(r.sizes), "order": "-".join(r.axes)} for r in others
-            }
-        for key in ("create", "connect"):
-            value = getattr(self, key)
-            made[key] = value if isinstance(value, str) else list(value)
-        made["share"] = self.share
-        if self.groups:
-            made["groups"] = {entry.name: entry.to_dict() for entry in self.groups}
-        if self.ranks is not None:
-            ranks = self.ranks
-            made["ranks"] = (
-                {"start": ranks.start, "stop": ranks.stop, "step": ranks.step}
-                if isinstance(ranks, range)
-                else list(ranks)
-            )
-        if self.within:
-            made["within"] = dict(self.within)
-        if self.place != BY_RANK:
-            made["place"] = self.place
-        return made
+        choices = {"create": self.create, "connect": self.connect, "share": self.share}
+        return as_mapping(self.regions, choices, self.groups, self.ranks, self.within, self.place)
 
     def to_yaml(self) -> str:
         """The spec as YAML text that `from_yaml` reads back."""
         import yaml
 
         return str(yaml.safe_dump(self.to_dict(), sort_keys=False, default_flow_style=None))
-
-
-def _names(given: object) -> object:
-    return tuple(given) if isinstance(given, list | tuple) else given
-
-
-def _rows(given: object) -> tuple[GroupEntry, ...]:
-    if not isinstance(given, Mapping):
-        raise SpecError(f"groups={given!r}: expected a mapping of group names")
-    return tuple(GroupEntry.parse(name, row) for name, row in given.items())
-
-
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "create": _names, "connect": _names, "groups": _rows, "ranks": as_ranks,
-    "within": parse_within,
-}  # fmt: skip
-"""By option, from a given value to the one in a spec."""
 
 
 def _axes(axes: Iterable[str]) -> str:

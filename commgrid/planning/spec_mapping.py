@@ -1,0 +1,121 @@
+"""The mapping of a grid's YAML file: read into the fields of a spec, and written from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from commgrid.errors import SpecError
+from commgrid.layout.ranks import as_ranks
+from commgrid.planning.group_row import GroupEntry
+from commgrid.planning.options import (
+    BY_RANK,
+    DEFAULT_ORDER,
+    OPTIONS,
+    parse_within,
+    refuse_unknown,
+)
+from commgrid.planning.region import (
+    AXES,
+    Region,
+    dense_from,
+    expert_region,
+    region_from,
+    without_experts,
+)
+
+_OF_REGIONS = ("axes", "order", "regions")
+
+
+def _names(given: object) -> object:
+    return tuple(given) if isinstance(given, list | tuple) else given
+
+
+def _rows(given: object) -> tuple[GroupEntry, ...]:
+    if not isinstance(given, Mapping):
+        raise SpecError(f"groups={given!r}: expected a mapping of group names")
+    return tuple(GroupEntry.parse(name, row) for name, row in given.items())
+
+
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "create": _names, "connect": _names, "groups": _rows, "ranks": as_ranks,
+    "within": parse_within,
+}  # fmt: skip
+"""By option, from a given value to the one in a spec."""
+
+
+def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a spec from values of `OPTIONS` as a file or a call gives them."""
+    return {
+        key: _READERS[key](value) if key in _READERS else value
+        for key, value in options.items()
+        if value is not None or OPTIONS[key].default is not None  # None is not their default
+    }
+
+
+def read_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the spec that a file's mapping describes.
+
+    Raises:
+        SpecError: an unknown or missing key, or a value that does not fit.
+    """
+    if not isinstance(config, Mapping):
+        raise SpecError(f"config: expected a mapping, got {type(config).__name__}")
+    hints = {
+        axis: f"; sizes go under axes, as axes: {{{axis}: {config[axis]}}}"
+        for axis in AXES
+        if axis in config
+    }
+    refuse_unknown("", config, OPTIONS, hints)
+    if "axes" not in config:
+        raise SpecError("axes: missing; expected a mapping of axis names to sizes")
+    given = {} if config.get("regions") is None else config["regions"]
+    if not isinstance(given, Mapping):
+        raise SpecError(f"regions={given!r}: expected a mapping of region names")
+    axes, experts = without_experts(config["axes"], given)
+    order = config.get("order")
+    regions = [dense_from(axes, order)]
+    if experts is not None:
+        placed = DEFAULT_ORDER if order is None else order
+        regions.append(expert_region(regions[0], str(placed).split("-"), *experts))
+    for name, entry in given.items():
+        regions.append(region_from(name, entry, regions[0].axes))
+    rest = {k: v for k, v in config.items() if k not in _OF_REGIONS and v is not None}
+    return {"regions": tuple(regions), **read_options(rest)}
+
+
+def as_mapping(
+    regions: Sequence[Region],
+    choices: Mapping[str, str | tuple[str, ...]],
+    groups: Sequence[GroupEntry],
+    ranks: range | tuple[int, ...] | None,
+    within: Sequence[tuple[str, str]],
+    place: str,
+) -> dict[str, Any]:
+    """Return the mapping that `read_mapping` reads back to equal fields.
+
+    Args:
+        regions, groups, ranks, within, place: fields of a spec.
+        choices: its `create`, `connect` and `share`.
+    """
+    dense, *others = regions
+    made: dict[str, Any] = {"axes": dict(dense.sizes), "order": "-".join(dense.axes)}
+    if others:
+        made["regions"] = {
+            r.name: {"axes": dict(r.sizes), "order": "-".join(r.axes)} for r in others
+        }
+    for key, value in choices.items():
+        made[key] = value if isinstance(value, str) else list(value)
+    if groups:
+        made["groups"] = {entry.name: entry.to_dict() for entry in groups}
+    if ranks is not None:
+        made["ranks"] = (
+            {"start": ranks.start, "stop": ranks.stop, "step": ranks.step}
+            if isinstance(ranks, range)
+            else list(ranks)
+        )
+    if within:
+        made["within"] = dict(within)
+    if place != BY_RANK:
+        made["place"] = place
+    return made
