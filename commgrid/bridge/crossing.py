@@ -14,9 +14,9 @@ from torch import Tensor
 
 from commgrid.bridge.plan import BridgeMessage, Positions, messages, one_by_one
 from commgrid.bridge.sides import Cut, GridSide
+from commgrid.equality.digest import digest
 from commgrid.errors import GridMismatchError, ShapeError, SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.replicas import digest
 
 DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128,

@@ -39,9 +39,9 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
 from commgrid.parameters.boxes import Chunk
-from commgrid.replicas import digest
 from commgrid.resharding.items import Item, Shared, Value
 
 Report = Callable[[int, int], object]

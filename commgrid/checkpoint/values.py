@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from commgrid.equality.digest import digest
 from commgrid.parameters.boxes import local_part
-from commgrid.replicas import digest
 from commgrid.resharding.items import Path, Shared
 
 if TYPE_CHECKING:

@@ -22,10 +22,11 @@ from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.buckets import Lane, Slot
 from commgrid.data_parallel.reduction_groups import ReductionGroups
+from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
-from commgrid.replicas import Copy, differing, digest
+from commgrid.replicas import Copy, differing
 from commgrid.torch_compat.world import FAKE
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -31,8 +30,9 @@ from commgrid.data_parallel.buckets import Piece, Slot
 from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.data_parallel.reduction_groups import ReductionGroups
+from commgrid.equality.extremes import device_for, extremes
+from commgrid.equality.inputs import InputRecord
 from commgrid.errors import GridMismatchError
-from commgrid.inputs import InputRecord
 from commgrid.parameters import Placement
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
@@ -131,7 +131,7 @@ class ReplicaGradients:
             self._stop_if_done()
             return wrong
         left = bool(self._pending or self._compared or self._input_groups)
-        mine = torch.tensor([wrong is not None, left], device=_device(self._everyone)).long()
+        mine = torch.tensor([wrong is not None, left], device=device_for(self._everyone)).long()
         is_wrong, goes_on = all_reduce(mine, self._everyone, op="max").tolist()
         self._steps = self._steps if goes_on else 0
         self._stop_if_done()
@@ -181,10 +181,6 @@ def _signs(count: int) -> Tensor:
     return bits.mul_(2).sub_(1).double()
 
 
-def _device(group: ProcessGroup) -> str:
-    return "cuda" if "nccl" in dist.get_backend(group) else "cpu"
-
-
 def _differing(
     pending: Sequence[_Pending], found: Tensor, seen: dict[ProcessGroup, float]
 ) -> tuple[list[bool], GridMismatchError | None]:
@@ -205,9 +201,9 @@ def _differing(
         by_group.setdefault(one.group, []).append(i)
     for group, held in by_group.items():
         mine = found[held]
-        both = torch.cat([mine, -mine]).to(_device(group))
-        largest, smallest = all_reduce(both, group, op="max").cpu().chunk(2)
-        spread = (largest + smallest).abs()
+        ends = extremes(mine.to(device_for(group)), group)
+        largest, smallest = (each.cpu() for each in ends)
+        spread = (largest - smallest).abs()
         norms = torch.where(largest.isfinite().all(1), largest[:, 0], 0.0)
         seen[group] = max(seen.get(group, 0.0), float(norms.max()))
         floor = _NEGLIGIBLE * seen[group]

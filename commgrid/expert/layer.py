@@ -11,12 +11,12 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
+from commgrid.equality.inputs import note
 from commgrid.errors import GridNotInitializedError, ShapeError, SpecError, UnknownGroupError
 from commgrid.expert.dispatch import Dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
-from commgrid.inputs import note
 from commgrid.parameters import mark_parameters
 from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import Init

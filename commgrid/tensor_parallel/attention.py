@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives import all_gather_from_group
+from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError
-from commgrid.inputs import note
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ParallelLayer
 from commgrid.tensor_parallel.matmul import Layer, column_matmul

@@ -21,8 +21,8 @@ from commgrid.collectives import Group
 from commgrid.collectives.asynchronous import start_all_gather
 from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
+from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError
-from commgrid.inputs import note
 from commgrid.tensor_parallel.embedding import check_indices
 
 if TYPE_CHECKING:

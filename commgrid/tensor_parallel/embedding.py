@@ -29,8 +29,8 @@ from commgrid.collectives.asynchronous import (
 )
 from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
+from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError, SpecError
-from commgrid.inputs import note
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ColumnParallelLinear, Output, ParallelLayer
 

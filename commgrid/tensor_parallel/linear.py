@@ -28,8 +28,8 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
+from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError, SpecError
-from commgrid.inputs import note
 from commgrid.parameters import ShardedModule
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.matmul import column_matmul, row_matmul

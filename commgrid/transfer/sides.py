@@ -17,10 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.equality.digest import Digest, digest, quick_digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.layout.box import Box
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.replicas import Digest, digest, quick_digest
 from commgrid.resharding.boxes import Turns
 from commgrid.resharding.items import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, Side

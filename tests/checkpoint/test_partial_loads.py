@@ -14,8 +14,9 @@ from torch import nn
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError, SpecError
-from commgrid.replicas import Copy, differing, digest
+from commgrid.replicas import Copy, differing
 from commgrid.testing import run_on_ranks
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import commgrid
 from commgrid import GridMismatchError
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.equality.inputs import fingerprint
 from commgrid.expert import MoELayer
-from commgrid.inputs import fingerprint
 from commgrid.parameters import mark_parameters
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import (

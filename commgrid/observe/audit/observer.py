@@ -25,6 +25,7 @@ from torch.optim import optimizer as torch_optimizers
 
 from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.kept import KeptGradient
+from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError
 from commgrid.observe.audit.parameters import AuditedParameter, audited_parameters, names_of
 from commgrid.observe.audit.records import (
@@ -39,7 +40,6 @@ from commgrid.observe.audit.records import (
 )
 from commgrid.observe.audit.reductions import Reductions
 from commgrid.pipeline import Pipeline
-from commgrid.replicas import digest
 from commgrid.runtime.registry import get_grid, is_initialized
 from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat import interposer as torch_calls

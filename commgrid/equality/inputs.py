@@ -12,14 +12,13 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import described
-from commgrid.collectives.plain import all_reduce
+from commgrid.equality.digest import digest
+from commgrid.equality.extremes import device_for, extremes
 from commgrid.errors import GridMismatchError
-from commgrid.replicas import digest
 
 if TYPE_CHECKING:
     from commgrid.collectives.group_ref import GroupRef
@@ -68,24 +67,22 @@ class InputRecord:
             divisor: the sum of counts by which gradients are divided.
         """
         notes, count = self.take(group)
-        device = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
         mine = torch.zeros(KEPT + 1, 3, dtype=torch.float64)
         mine[0, :2] = torch.tensor([count, divisor], dtype=torch.float64)
         for row, (_, numbers) in enumerate(notes, 1):
             mine[row] = numbers
         mine = torch.where(mine.isfinite(), mine, 0.0)
-        largest, smallest = all_reduce(
-            torch.cat([mine, -mine]).to(device), group, op="max"
-        ).cpu().chunk(2)  # fmt: skip
-        spread = largest + smallest
+        found = extremes(mine.to(device_for(group)), group)
+        largest, smallest = (each.cpu() for each in found)
+        spread = largest - smallest
         if spread[0, 0] > 0:
-            return _other_calls(group, int(-smallest[0, 0]), int(largest[0, 0]))
+            return _other_calls(group, int(smallest[0, 0]), int(largest[0, 0]))
         for row, (what, _) in enumerate(notes, 1):
             allowed = largest[row, 0] * largest[row, 1:].abs().max()
             if spread[row, 0] > 0 or bool((spread[row, 1:] > allowed).any()):
                 return _other_values(group, what)
         if spread[0, 1] > _ROUNDING * largest[0, 1]:
-            return _other_counts(group, -float(smallest[0, 1]), float(largest[0, 1]))
+            return _other_counts(group, float(smallest[0, 1]), float(largest[0, 1]))
         return None
 
     def close(self) -> None:

@@ -1,0 +1,112 @@
+"""Digest of a tensor: a number that depends on every bit and on its place.
+
+It is the sum of the tensor's 8-byte words, each times its own random odd number, modulo 2^64. Of a
+word's top bit, such as the sign of a number, a product keeps only that bit, and two of them would
+cancel in the sum; so its upper bits are first combined with its lower ones by exclusive or. Any
+difference then changes the digest, but for one in about 2^32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from commgrid.torch_compat.int8 import has_quick_products, products
+
+if TYPE_CHECKING:
+    pass
+
+_BLOCK = 1 << 16  # 8-byte words
+_SHIFT = 33  # not 32 or 48, the distance of the signs of fp32 and bf16 numbers in a word
+_AT_ONCE = 64  # blocks on a device; on the CPU one, which fits its cache
+_ODD = 0x1E3779B97F4A7C15
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ROW = 4096  # bytes, which a quick digest makes 8 numbers of
+_ROWS = 128  # at once; each other number of rows would be compiled for
+Digest = Callable[[Tensor], Tensor]
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """A number that depends on every bit of a tensor and on its place.
+
+    Returns:
+        An int64 tensor of shape () on the tensor's device.
+
+    Example:
+        >>> one, other = torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])
+        >>> bool(digest(one) == digest(one.clone())), bool(digest(one) == digest(other))
+        (True, False)
+    """
+    bits = _bits(tensor)
+    whole = len(bits) - len(bits) % (8 // bits.element_size())
+    words = bits[:whole] if whole < len(bits) else bits
+    if words.storage_offset() * words.element_size() % 8:
+        words = words.clone()  # torch views only aligned data as longer integers
+    sums = [*_sums_of_blocks(words.view(torch.int64))]
+    if whole < len(bits):
+        sums += _sums_of_blocks(bits[whole:].to(torch.int64))
+    total = sums[0] if sums else torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for each in sums[1:]:
+        total = total * _ODD + each
+    return total
+
+
+def quick_digest(tensor: Tensor) -> Tensor:
+    """Likewise, on a CPU in a fifth of the time; the value may be another on another processor.
+
+    Of each 4,096 bytes the products with 8 columns of random int8 numbers are taken, and these are
+    digested. Two rows that differ have equal products once in about 2^55. Elsewhere, and where a
+    processor has no such instruction, it is `digest`.
+    """
+    if not has_quick_products(tensor.device):
+        return digest(tensor)
+    octets = _bits(tensor).view(torch.int8)
+    block = _ROW * _ROWS
+    whole = len(octets) - len(octets) % block
+    if not whole:
+        return digest(tensor)
+    columns = _columns()
+    sums = torch.stack([products(rows, columns) for rows in octets[:whole].view(-1, _ROWS, _ROW)])
+    total = digest(sums)
+    return total * _ODD + digest(octets[whole:]) if whole < len(octets) else total
+
+
+@lru_cache(maxsize=1)
+def _columns() -> Tensor:
+    """Random numbers; two products of them with bytes add up within 16 bits, as old CPUs do it."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(-63, 64, (_ROW, 8), dtype=torch.int8, generator=generator, device="cpu")
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements, or parts of complex ones, as integers of their size; flat."""
+    flat = tensor.detach().resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1)
+    return flat.view(_INTEGERS[flat.element_size()])
+
+
+def _sums_of_blocks(words: Tensor) -> Iterator[Tensor]:
+    """For each block, the sum of w ^ (w >> 33) times a random odd number, of each word w."""
+    weights = _weights(words.device)
+    at_once = _BLOCK * (1 if words.device.type == "cpu" else _AT_ONCE)
+    for start in range(0, len(words), at_once):
+        some = words[start : start + at_once]
+        mixed = (some >> _SHIFT).bitwise_xor_(some)
+        whole = len(some) - len(some) % _BLOCK
+        if whole:
+            yield from mixed[:whole].view(-1, _BLOCK).mul_(weights).sum(1).unbind()
+        if whole < len(some):
+            left = mixed[whole:]
+            yield left.mul_(weights[: len(left)]).sum()
+
+
+@lru_cache(maxsize=8)
+def _weights(device: torch.device) -> Tensor:
+    """Random odd numbers for the words of a block, the same ones on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), generator=generator, device="cpu")
+    return drawn.bitwise_or_(1).to(device)
