@@ -16,13 +16,8 @@ from commgrid.data_parallel.buckets import Slot
 from commgrid.data_parallel.kept import KeptGradient
 from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.parameters.slices import (
-    StepHooks,
-    check_optimizer,
-    is_scaled,
-    refuse_scaler,
-    zero_ranks,
-)
+from commgrid.parameters.optimizers import check_optimizer, is_scaled, refuse_scaler, zero_ranks
+from commgrid.parameters.step_hooks import StepHooks
 
 if TYPE_CHECKING:
     from commgrid.data_parallel.reducer import GradientReducer

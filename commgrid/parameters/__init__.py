@@ -4,12 +4,16 @@ Gradient reduction, norms, sharded optimizers and checkpoints all read it here, 
 declares it once.
 """
 
-import commgrid.parameters.ddp  # noqa: F401  checks DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from commgrid.parameters.ddp import refuse_copying_over_slices
 from commgrid.parameters.foreign import Foreign, foreign_slice
 from commgrid.parameters.layout import Distinct, ParameterLayout, layout_of
 from commgrid.parameters.marks import Mark, mark_parameters
+from commgrid.parameters.optimizers import check_before_step
 from commgrid.parameters.placement import Placement, own_slice, placements
-from commgrid.parameters.sharded_module import ShardedModule
+from commgrid.parameters.sharded_module import REGISTERED, ShardedModule
+from commgrid.torch_compat.mesh import before_ddp
 
 __all__ = [
     "Distinct",
@@ -23,4 +27,9 @@ __all__ = [
     "mark_parameters",
     "own_slice",
     "placements",
+]
+
+REGISTERED += [
+    lambda: register_optimizer_step_pre_hook(check_before_step),
+    lambda: before_ddp(refuse_copying_over_slices),
 ]

@@ -12,12 +12,10 @@ from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.layout import layout_of
 from commgrid.parameters.placement import Placement, placements
-from commgrid.parameters.slices import REGISTERED
 from commgrid.runtime.registry import get_grid
-from commgrid.torch_compat.mesh import before_ddp
 
 
-def _refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:
+def refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:
     """Refuses DDP over ranks with different slices of a parameter, which it would make equal.
 
     Raises:
@@ -41,6 +39,3 @@ def _copies_group(placement: Placement, cut: GroupRef) -> str:
         if axes:
             return f"process_group=commgrid.get_group({'_'.join(reversed(axes))!r})"
     return "no other rank has one"
-
-
-REGISTERED.append(lambda: before_ddp(_refuse_copying_over_slices))

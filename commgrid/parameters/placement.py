@@ -13,7 +13,7 @@ from commgrid.collectives.group_ref import GroupRef, name_of
 from commgrid.errors import SpecError
 from commgrid.parameters.marks import Mark, mark_of
 from commgrid.parameters.sharded_module import ShardedModule, check_declared, check_unwrapped
-from commgrid.parameters.slices import Slice, check_mesh
+from commgrid.parameters.slice import Slice, check_mesh
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ is deep-copied.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import nn
@@ -14,9 +15,15 @@ from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
-from commgrid.parameters.slices import watch
+from commgrid.parameters.step_hooks import StepHooks
 
 _SLICES = "commgrid_slices"  # the key of a module's slices in a state_dict's metadata
+
+LIVE: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
+"""Every module with slices that exists."""
+REGISTERED: list[Callable[[], Any]] = []
+"""Functions that hook into torch while a module with slices exists, and return handles."""
+_HOOKS = StepHooks(lambda: [register() for register in REGISTERED])
 
 
 class ShardedModule(nn.Module):
@@ -34,13 +41,19 @@ class ShardedModule(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        watch(self)
+        self._watch()
         self.register_state_dict_post_hook(_record_slices)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_check_slices)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied or unpickled module
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        watch(self)
+        self._watch()
+
+    def _watch(self) -> None:
+        """Have optimizers checked before they step, while the module exists."""
+        LIVE.add(self)
+        _HOOKS.add_user()
+        weakref.finalize(self, _HOOKS.remove_user).atexit = False
 
     def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
         """The dims along which a parameter is sliced, each with its group."""

@@ -1,5 +1,4 @@
-"""Slices of parameters, and checks that torch's wrappers and optimizers do not take them for
-copies.
+"""Checks that torch's optimizers and scalers do not take slices of parameters for copies.
 
 | over slices | |
 |---|---|
@@ -16,24 +15,21 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.parameters.sharded_module import LIVE
+from commgrid.parameters.slice import Slice, check_mesh
 
 if TYPE_CHECKING:
-    from commgrid.parameters.sharded_module import ShardedModule
+    from commgrid.parameters.sharded_module import LIVE
 
 _OF_WHOLE_MATRICES = (
     "adafactor", "adalomo", "adam_mini", "adammini", "apollo", "came", "dadapt", "dion", "galore",
@@ -44,58 +40,6 @@ _OF_WHOLE_MATRICES = (
 _ELEMENT_WISE_ALGORITHMS = ("adamw", "lion")
 _SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.amp.grad_scaler")
 """Modules of loss scalers that decide by one rank's gradients; FSDP's agrees over all ranks."""
-
-
-@dataclass(frozen=True)
-class Slice:
-    """A parameter and the dims along which it is sliced; whole if there are none.
-
-    Args:
-        name: its first name in the model.
-        parameter: this rank's tensor.
-        shards: the dims of the full parameter that it is sliced along, each with its group.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    shards: tuple[tuple[int, GroupRef], ...]
-
-    @property
-    def num_slices(self) -> int:
-        """Number of slices that make up the full parameter."""
-        slices = 1
-        for _, group in self.shards:
-            slices *= group.size
-        return slices
-
-    def within(self, ranks: Sequence[int]) -> Iterator[tuple[int, GroupRef, list[int]]]:
-        """For each group it is sliced over: dim, group, and its ranks in `ranks`, if several."""
-        for dim, group in self.shards:
-            both = sorted(set(dist.get_process_group_ranks(group.group)) & set(ranks))
-            if len(both) > 1:
-                yield dim, group, both
-
-    def __str__(self) -> str:
-        return f"{self.name} of shape {tuple(self.parameter.shape)}"
-
-
-def check_mesh(one: Slice) -> None:
-    """Refuses a parameter that FSDP2 has sharded over ranks that hold different slices of it.
-
-    Raises:
-        SpecError: names parameter and ranks.
-    """
-    parameter: Any = one.parameter
-    if not isinstance(parameter, DTensor):
-        return
-    ranks = parameter.device_mesh.mesh.flatten().tolist()
-    for dim, group, both in one.within(ranks):
-        raise SpecError(
-            f"fully_shard over {describe_ranks(ranks)} has taken {one} for one parameter "
-            f"of all of them, but {describe_ranks(both)} have different slices of it, cut "
-            f"along dim {dim} over {group.name!r}; give it the ranks that have copies, "
-            "mesh=grid.device_mesh('dp_cp'), for experts grid.device_mesh('edp')"
-        )
 
 
 def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
@@ -186,49 +130,13 @@ def refuse_scaler(why: str) -> NoReturn:
     )
 
 
-# -- torch's step hooks -----------------------------------------------------------------------
-
-
-class StepHooks:
-    """Hooks of all optimizers, registered with torch while they have a user.
-
-    Args:
-        register: calls torch's functions, and returns their handles.
-    """
-
-    def __init__(self, register: Callable[[], list[Any]]) -> None:
-        self._register, self._users = register, 0
-        self._handles: list[Any] = []
-
-    def add_user(self) -> None:
-        """Registers the hooks, if they are not."""
-        self._users += 1
-        if not self._handles:
-            self._handles = self._register()
-
-    def remove_user(self) -> None:
-        """Removes the hooks with the last user."""
-        self._users -= 1
-        if not self._users:
-            for handle in self._handles:
-                handle.remove()
-            self._handles.clear()
-
-
-_MODULES: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
 _SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, bool]], list[Slice]]] = (
     weakref.WeakKeyDictionary()
 )  # each optimizer's, with its parameters' ids and whether a reducer has them
 
 
-def watch(module: ShardedModule) -> None:
-    """Has optimizers checked before they step, while the module exists."""
-    _MODULES.add(module)
-    _HOOKS.add_user()
-    weakref.finalize(module, _HOOKS.remove_user).atexit = False
-
-
-def _before_step(optimizer: Optimizer, *_: Any) -> None:
+def check_before_step(optimizer: Optimizer, *_: Any) -> None:
+    """torch's hook: check the slices that a reducer does not have."""
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     key = [(id(p), hasattr(p, "grad_owner")) for p in updated]
     known = _SLICES.get(optimizer)
@@ -240,13 +148,8 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
     """The slices that an optimizer updates; a reducer checks its own, whose full names it knows."""
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in _MODULES:
+    for module in LIVE:
         for name, parameter in module.named_parameters(recurse=False):
             sliced = name in module.sliced_names and id(parameter) in updated
             if sliced and getattr(parameter, "grad_owner", None) is None:
                 yield Slice(f"{type(module).__name__}.{name}", parameter, module.shards_of(name))
-
-
-REGISTERED: list[Callable[[], Any]] = [lambda: register_optimizer_step_pre_hook(_before_step)]
-"""Functions that hook into torch while a module with slices exists, and return handles."""
-_HOOKS = StepHooks(lambda: [register() for register in REGISTERED])
