@@ -283,21 +283,21 @@ MUTANTS = (
     # -- data_parallel -----------------------------------------------------------------------
     Mutant(
         "partial gradients are summed over the data axes alone",
-        "commgrid/data_parallel/reduction_groups.py",
+        "commgrid/data_parallel/groups.py",
         "axis for part in (name, partial.name)",
         "axis for part in (name, name)",
         ("tests/data_parallel/test_reducer.py::test_steps_do_not_depend_on_how_they_are_cut",),
     ),
     Mutant(
         "copies on other stages are not summed",
-        "commgrid/data_parallel/overlap.py",
+        "commgrid/data_parallel/reduction.py",
         "adding = start_all_reduce_(bucket.gradient, sharers)",
         "adding = Pending(None, lambda: bucket.gradient, sharers)",
         ("tests/pipeline/test_runner.py::test_tied_embeddings_with_data_parallelism",),
     ),
     Mutant(
         "gradients are divided by this rank's count",
-        "commgrid/data_parallel/verdict.py",
+        "commgrid/data_parallel/sync_result.py",
         "        if total > 0:\n            return total, None\n",
         "        if total > 0:\n            return float(count or total), None\n",
         ("tests/data_parallel/test_reducer.py::test_average_is_right_with_uneven_microbatches",),
@@ -323,7 +323,7 @@ MUTANTS = (
     ),
     Mutant(
         "half-precision weights are not written back after a step",
-        "commgrid/data_parallel/sharded_optimizer.py",
+        "commgrid/data_parallel/optimizer.py",
         "torch._foreach_copy_([w for _, w, _ in self._half], [m for *_, m in self._half])",
         "pass",
         (
@@ -347,14 +347,14 @@ MUTANTS = (
     ),
     Mutant(
         "heads go back to positions in the order they came in",
-        "commgrid/context_parallel/exchange.py",
+        "commgrid/context_parallel/heads.py",
         "rows = take_runs(x.permute(2, 0, 1, 3), inverse(exchange.order))",
         "rows = take_runs(x.permute(2, 0, 1, 3), exchange.order)",
         ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
     ),
     Mutant(
         "a ring across nodes takes the rank's place inside",
-        "commgrid/context_parallel/exchange.py",
+        "commgrid/context_parallel/heads.py",
         "ring_steps(merged.ranges, merged.documents, rank // inner, mask)",
         "ring_steps(merged.ranges, merged.documents, rank % inner, mask)",
         ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
@@ -384,7 +384,7 @@ MUTANTS = (
     ),
     Mutant(
         "a shared parameter loses the gradients of earlier steps",
-        "commgrid/pipeline/shared.py",
+        "commgrid/pipeline/tied.py",
         "parameter.grad = found if earlier is None else earlier.add_(found)",
         "parameter.grad = found",
         ("tests/pipeline/test_runner.py::test_shared_gradients_add_up_over_steps",),
@@ -432,7 +432,7 @@ MUTANTS = (
     ),
     Mutant(
         "loading weights alone leaves the optimizer's copies",
-        "commgrid/data_parallel/sharded_optimizer.py",
+        "commgrid/data_parallel/optimizer.py",
         "            if parameter._version != version:\n",
         "            if parameter._version < version:\n",
         ("tests/checkpoint/test_round_trip.py::test_weights_alone_renew_the_optimizers_copies",),

@@ -24,7 +24,7 @@ from commgrid.collectives.plain import Group, resolve
 from commgrid.context_parallel.agreement import agree, connect, named_peers
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
-from commgrid.context_parallel.exchange import (
+from commgrid.context_parallel.heads import (
     gathered_attention,
     two_level_attention,
     two_levels,

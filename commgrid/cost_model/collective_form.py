@@ -227,6 +227,9 @@ def one_level_time(
     return form(size, (ranks,), (Link(latency, bandwidth),))
 
 
+# -- what was measured -------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Fit:
     """A collective on one level: a form, and its latency and bandwidth.

@@ -16,38 +16,16 @@ has used it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from commgrid.data_parallel.buckets import Bucket, Slot
-from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.bucket import Bucket
+from commgrid.data_parallel.slot import KeptGradient, Owner, Reducer, Slot
 from commgrid.errors import CommGridError
-
-if TYPE_CHECKING:
-    from commgrid.data_parallel.reducer import GradientReducer
-
-
-class Owner:
-    """A parameter's reducer and slot; not pickled with the parameter."""
-
-    def __init__(self, reducer: GradientReducer, slot: Slot) -> None:
-        self._reducer, self._slot = weakref.ref(reducer), weakref.ref(slot)
-
-    @property
-    def reducer(self) -> GradientReducer | None:
-        """The reducer, if it still exists."""
-        return self._reducer()
-
-    @property
-    def slot(self) -> Slot | None:
-        """The parameter's slot, if it still exists."""
-        return self._slot()
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        return type(None), ()
 
 
 class Released:
@@ -62,12 +40,6 @@ class Released:
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
-
-
-def owner_of(parameter: Tensor) -> Owner | None:
-    """The owner of a parameter; None: no reducer has it."""
-    owner: Owner | None = getattr(parameter, "grad_owner", None)
-    return owner
 
 
 def take_over(slot: Slot, owner: Owner) -> None:
@@ -235,7 +207,7 @@ def release(slots: Iterable[Slot]) -> None:
             parameter.grad_released = Released(parameter.grad, slot.stepped)
 
 
-def is_unreduced(slot: Slot, reducer: GradientReducer) -> bool:
+def is_unreduced(slot: Slot, reducer: Reducer) -> bool:
     """Whether `.grad` is this rank's alone: from backward, or set without a later finish()."""
     gradient = slot.parameter.grad
     if gradient is None or not slot.reduced:
@@ -248,6 +220,56 @@ def is_capturing(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
+def attach(
+    bucket: Bucket, index: int, owner: Owner, arrived: Callable[[Any, Bucket, int], object]
+) -> tuple[Any, ...]:
+    """Have every gradient of a parameter pass its reducer; return the hooks and what keeps them.
+
+    Args:
+        bucket, index: where its slot is.
+        owner: of the parameter, from now on.
+        arrived: called with the reducer, `bucket` and `index` once `.grad` has the gradient.
+    """
+    slot = bucket.slots[index]
+    parameter: Any = slot.parameter
+    take_over(slot, owner)
+
+    def before(_: tuple[Tensor | None, ...]) -> tuple[None] | None:
+        reducer = owner.reducer
+        if reducer is None:
+            return None
+        if bucket.launched:
+            raise CommGridError(
+                f"backward reached {slot.placement} again before finish(); call finish() after "
+                "each backward, wrap all microbatches but the last in no_sync(), checkpoint "
+                "activations with use_reentrant=False, and give a step up with the reducer's "
+                "zero_grad()"
+            )
+        was_zeroed = parameter.grad is None and not slot.reduced
+        begin(slot, after_step=reducer.after_step)
+        if not slot.fused or not parameter.grad_added_to_main_grad:
+            return None
+        parameter.grad_added_to_main_grad = False
+        if was_zeroed:
+            raise CommGridError(
+                f"{slot.placement}: its gradient was zeroed after a backward of this step, and "
+                "its layer adds to main_grad, which the model's and the optimizer's "
+                "zero_grad() do not know; use the reducer's zero_grad()"
+            )
+        parameter.grad = slot.view
+        return None if getattr(parameter, "zero_out_wgrad", False) else (None,)
+
+    def after(*_: object) -> None:
+        reducer = owner.reducer
+        if reducer is not None:
+            arrived(reducer, bucket, index)
+
+    with torch.enable_grad():
+        node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+    # The node lives only while it is referenced, and its hooks with it.
+    return node, node.register_prehook(before), node.register_hook(after)
+
+
 # -- third-party layers that add to `main_grad` -------------------------------------------------
 
 
@@ -258,3 +280,19 @@ def fuses_gradients(module: nn.Module) -> bool:
         getattr(module, flag, False) is True
         for flag in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
     )
+
+
+def set_up_fused(model: nn.Module, slots: Iterable[Slot]) -> None:
+    """Gives `main_grad` to the weights of layers that add to it."""
+    modules = list(model.modules())
+    uses = Counter(id(p) for module in modules for p in module._parameters.values())
+    slot_of = {id(slot.parameter): slot for slot in slots}
+    for module in filter(fuses_gradients, modules):
+        for each in module._parameters.values():
+            parameter: Any = each
+            slot = slot_of.get(id(parameter))
+            if slot is not None:
+                slot.fused, parameter.main_grad = True, slot.view
+                parameter.grad_added_to_main_grad = False
+                if uses[id(parameter)] > 1:  # a dummy that meets a gradient has to be zero
+                    parameter.zero_out_wgrad = True

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather
-from commgrid.data_parallel.buckets import Piece
-from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.bucket import Piece
+from commgrid.data_parallel.slot import KeptGradient
 from commgrid.errors import GridMismatchError
 from commgrid.torch_compat.messages import version_of
 

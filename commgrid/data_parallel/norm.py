@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.accumulation import owner_of
-from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.slot import KeptGradient, owner_of
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import placements
 from commgrid.parameters.layout import axes_in_use, num_distinct

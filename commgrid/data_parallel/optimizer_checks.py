@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import (
@@ -11,19 +11,15 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from commgrid.data_parallel.accumulation import is_unreduced, owner_of
-from commgrid.data_parallel.buckets import Slot
-from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.accumulation import is_unreduced
+from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, owner_of
 from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.optimizers import check_optimizer, is_scaled, refuse_scaler, zero_ranks
 from commgrid.parameters.step_hooks import StepHooks
 
-if TYPE_CHECKING:
-    from commgrid.data_parallel.reducer import GradientReducer
 
-
-def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[GradientReducer, Slot]]:
+def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Reducer, Slot]]:
     """The parameters that an optimizer updates and a reducer owns."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -75,7 +71,7 @@ def check_reduced(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         CommGridError: names the first such parameter.
     """
-    reducers: dict[GradientReducer, None] = {}
+    reducers: dict[Reducer, None] = {}
     for reducer, slot in owned_by(optimizer):
         reducers[reducer] = None
         gradient = slot.parameter.grad

@@ -26,7 +26,6 @@ kernels precede backward's kernels that wait for a free multiprocessor.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -37,21 +36,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.data_parallel.accumulation import (
-    Owner,
-    begin,
+    attach,
     changed_after_sending,
-    fuses_gradients,
     hand_out,
     hand_out_bucket,
     is_capturing,
     is_unreduced,
-    owner_of,
     release,
+    set_up_fused,
     take_in,
-    take_over,
 )
-from commgrid.data_parallel.buckets import Bucket, Piece, Slot, make_lanes, pieces_of
-from commgrid.data_parallel.consistency import (
+from commgrid.data_parallel.bucket import Bucket, Piece, make_lanes, pieces_of
+from commgrid.data_parallel.gathers import Updater
+from commgrid.data_parallel.groups import ReductionGroups
+from commgrid.data_parallel.model_checks import (
     broadcast_values,
     changed,
     check_grid,
@@ -63,21 +61,20 @@ from commgrid.data_parallel.consistency import (
 )
 from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
 from commgrid.data_parallel.optimizer_checks import STEP_HOOKS
-from commgrid.data_parallel.overlap import Reductions
-from commgrid.data_parallel.reduction_groups import ReductionGroups
+from commgrid.data_parallel.reduction import Reductions
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
-from commgrid.data_parallel.verdict import Verdict, check_finite, losses_not_told
+from commgrid.data_parallel.slot import Owner, Slot, owner_of
+from commgrid.data_parallel.sync_result import Verdict, check_finite, losses_not_told
 from commgrid.errors import (
     CommGridError,
     SpecError,
     UnknownGroupError,
 )
-from commgrid.parameters import placements
+from commgrid.parameters import Placement, placements
 from commgrid.parameters.placement import shared_last
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
-    from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
     from commgrid.runtime.grid import HyperCommGrid
 
 NOT_FINITE = ("keep", "skip", "raise")
@@ -146,16 +143,7 @@ class GradientReducer:
         everything = shared_last(placements(model))
         self.groups = ReductionGroups(self._grid, everything, group, expert_group, shard=shard)
         trained = [p for p in everything if p.parameter.requires_grad]
-        for placement in trained:
-            if isinstance(placement.parameter, DTensor):
-                raise SpecError(
-                    f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
-                    "GradientReducer out, and take data_parallel.clip_gradients for the norm"
-                )
-            if owner_of(placement.parameter) is not None:
-                raise SpecError(
-                    f"{placement} has another GradientReducer already; call its close() first"
-                )
+        _check_free(trained)
         check_own(model, self._grid)
         check_grid(everything, self._grid)
         self.lanes, self.buckets = make_lanes(
@@ -174,7 +162,7 @@ class GradientReducer:
         self.is_finite = True
         """Whether the last `finish` found only finite gradients, on all ranks of the grid; always
         True with `not_finite="keep"`, which does not check."""
-        self._optimizer: weakref.ref[ShardedOptimizer] | None = None
+        self._optimizer: weakref.ref[Updater] | None = None
         self._is_exact = self.after_step = self.has_finished = False
         self._synchronizing = True
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
@@ -192,9 +180,9 @@ class GradientReducer:
         self.reductions = Reductions(self.buckets, self._grid, shard=shard, defers=defers)
         _REDUCERS.add(self)
         self._replicas = ReplicaGradients(self.pieces, self.slots, self.groups)
-        self._set_up_fused(model)
+        set_up_fused(model, self.slots)
         self._handles = [
-            self._attach(bucket, index)
+            attach(bucket, index, Owner(self, bucket.slots[index]), GradientReducer._arrived)
             for bucket in self.buckets for index in range(len(bucket.slots))
         ]  # fmt: skip
         STEP_HOOKS.add_user()
@@ -212,11 +200,11 @@ class GradientReducer:
         _REDUCERS.discard(self)
 
     @property
-    def optimizer(self) -> ShardedOptimizer | None:
+    def optimizer(self) -> Updater | None:
         """The ShardedOptimizer over this reducer, if it still exists."""
         return self._optimizer() if self._optimizer is not None else None
 
-    def attach(self, optimizer: ShardedOptimizer) -> None:
+    def attach(self, optimizer: Updater) -> None:
         """Leaves `.grad` in the buffers' dtype from now on, for a ShardedOptimizer."""
         self._optimizer, self._is_exact = weakref.ref(optimizer), True
 
@@ -249,62 +237,6 @@ class GradientReducer:
             return None, False
 
     # -- during backward ----------------------------------------------------------------
-
-    def _set_up_fused(self, model: nn.Module) -> None:
-        """Gives `main_grad` to the weights of layers that add to it."""
-        modules = list(model.modules())
-        uses = Counter(id(p) for module in modules for p in module._parameters.values())
-        slots = {id(slot.parameter): slot for slot in self.slots}
-        for module in filter(fuses_gradients, modules):
-            for each in module._parameters.values():
-                parameter: Any = each
-                slot = slots.get(id(parameter))
-                if slot is not None:
-                    slot.fused, parameter.main_grad = True, slot.view
-                    parameter.grad_added_to_main_grad = False
-                    if uses[id(parameter)] > 1:  # a dummy that meets a gradient has to be zero
-                        parameter.zero_out_wgrad = True
-
-    def _attach(self, bucket: Bucket, index: int) -> tuple[Any, ...]:
-        slot = bucket.slots[index]
-        parameter: Any = slot.parameter
-        take_over(slot, Owner(self, slot))
-        me = weakref.ref(self)
-
-        def before(_: tuple[Tensor | None, ...]) -> tuple[None] | None:
-            reducer = me()
-            if reducer is None:
-                return None
-            if bucket.launched:
-                raise CommGridError(
-                    f"backward reached {slot.placement} again before finish(); call finish() after "
-                    "each backward, wrap all microbatches but the last in no_sync(), checkpoint "
-                    "activations with use_reentrant=False, and give a step up with the reducer's "
-                    "zero_grad()"
-                )
-            was_zeroed = parameter.grad is None and not slot.reduced
-            begin(slot, after_step=reducer.after_step)
-            if not slot.fused or not parameter.grad_added_to_main_grad:
-                return None
-            parameter.grad_added_to_main_grad = False
-            if was_zeroed:
-                raise CommGridError(
-                    f"{slot.placement}: its gradient was zeroed after a backward of this step, and "
-                    "its layer adds to main_grad, which the model's and the optimizer's "
-                    "zero_grad() do not know; use the reducer's zero_grad()"
-                )
-            parameter.grad = slot.view
-            return None if getattr(parameter, "zero_out_wgrad", False) else (None,)
-
-        def after(*_: object) -> None:
-            reducer = me()
-            if reducer is not None:
-                reducer._arrived(bucket, index)
-
-        with torch.enable_grad():
-            node: Any = parameter.view_as(parameter).grad_fn.next_functions[0][0]
-        # The node lives only while it is referenced, and its hooks with it.
-        return node, node.register_prehook(before), node.register_hook(after)
 
     def _arrived(self, bucket: Bucket, index: int) -> None:
         slot = bucket.slots[index]
@@ -508,3 +440,17 @@ def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
     handles.clear()
     release(slots)
     STEP_HOOKS.remove_user()
+
+
+def _check_free(trained: Iterable[Placement]) -> None:
+    """Refuse parameters whose gradients FSDP2 or another reducer averages."""
+    for placement in trained:
+        if isinstance(placement.parameter, DTensor):
+            raise SpecError(
+                f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
+                "GradientReducer out, and take data_parallel.clip_gradients for the norm"
+            )
+        if owner_of(placement.parameter) is not None:
+            raise SpecError(
+                f"{placement} has another GradientReducer already; call its close() first"
+            )

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commgrid.collectives.asynchronous import start_all_reduce_
-from commgrid.data_parallel.accumulation import owner_of
 from commgrid.data_parallel.norm import norm_group
 from commgrid.data_parallel.optimizer_checks import mark_used
 from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.data_parallel.slot import owner_of
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:
@@ -113,5 +113,8 @@ def _split(
         for parameter in group["params"]:
             owner = owner_of(parameter)
             reducer = owner.reducer if owner is not None else None
-            (others if reducer is None else reducers.setdefault(reducer, [])).append(parameter)
+            if isinstance(reducer, GradientReducer):
+                reducers.setdefault(reducer, []).append(parameter)
+            else:
+                others.append(parameter)
     return reducers, others

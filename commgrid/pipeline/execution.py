@@ -5,15 +5,17 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.pipeline.backward import WeightGradients, backward_input
+from commgrid.pipeline.p2p import StageLinks
 from commgrid.pipeline_schedules.messages import Exchange, Program, message_of
 from commgrid.pipeline_schedules.schedule import (
     Backward,
@@ -26,9 +28,6 @@ from commgrid.pipeline_schedules.schedule import (
     Send,
 )
 from commgrid.pipeline_schedules.simulator import Span
-
-if TYPE_CHECKING:
-    from commgrid.pipeline.stage import Pipeline
 
 Loss = Callable[[Any, Any], Tensor]
 """From the last chunk's output and a target to a scalar."""
@@ -68,27 +67,30 @@ class Execution:
     it is sent, unless autograd has saved it.
 
     Args:
-        pipeline: whose chunks run.
+        chunks: of the model that this stage runs.
+        links: to the other stages.
         schedule: of the program.
         inputs, targets, kwargs: a microbatch each, as `Pipeline.step` takes them.
         loss: None: the last part's output is the result.
-        train: whether there will be backwards.
+        final: the context of a backward; None: there are no backwards.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        chunks: Sequence[nn.Module],
+        links: StageLinks,
         schedule: Schedule,
         inputs: Sequence[Any] | None,
         targets: Sequence[Any] | None,
         kwargs: Sequence[Mapping[str, Any]] | None,
         *,
         loss: Loss | None,
-        train: bool,
+        final: Callable[[Computation], AbstractContextManager[None]] | None,
     ) -> None:
-        self.pipeline, self.schedule, self.links = pipeline, schedule, pipeline.links
+        self.chunks, self.links, self.schedule = chunks, links, schedule
         self.inputs, self.targets, self.kwargs = inputs, targets, kwargs
-        self.loss, self.train = loss, train
+        self.loss, self.train = loss, final is not None
+        self.final = final or (lambda action: nullcontext())
         self._action: Computation | None = None
         self._exchanges = False
         self._live: dict[tuple[int, int], _Live] = {}
@@ -138,7 +140,7 @@ class Execution:
 
     def without_graph(self) -> str:
         """Describe the first chunk with trained parameters that had no graph, or ""."""
-        for index, chunk in enumerate(self.pipeline.chunks):
+        for index, chunk in enumerate(self.chunks):
             trains = next((n for n, p in chunk.named_parameters() if p.requires_grad), None)
             if trains is not None and index not in self._trained:
                 return (
@@ -184,7 +186,7 @@ class Execution:
         given, received = self._inputs(part, microbatch)
         self._started = time.perf_counter()
         kwargs = self.kwargs[microbatch] if self.kwargs is not None else {}
-        output = self.pipeline.chunks[action.chunk](*given, **kwargs)
+        output = self.chunks[action.chunk](*given, **kwargs)
         is_last = part + 1 == self.schedule.num_parts
         if is_last:
             if self.loss is not None:
@@ -241,14 +243,14 @@ class Execution:
     def _backward(self, action: Computation) -> Sequence[Tensor]:
         live, edges, gradients = self._arrived(action)
         if edges:
-            with self.pipeline.final_backward(action):
+            with self.final(action):
                 torch.autograd.backward(edges, gradients)
         return _gradients(live.inputs)
 
     def _backward_input(self, action: Computation) -> Sequence[Tensor]:
         live, edges, gradients = self._arrived(action)
         if edges:
-            with self.pipeline.final_backward(action):
+            with self.final(action):
                 self._weights[action.chunk, action.microbatch] = backward_input(
                     edges, gradients, live.inputs
                 )
@@ -257,7 +259,7 @@ class Execution:
     def _backward_weight(self, action: Computation) -> Sequence[Tensor]:
         weights = self._weights.pop((action.chunk, action.microbatch), None)
         if weights is not None:
-            with self.pipeline.final_backward(action):
+            with self.final(action):
                 weights()
         return ()
 

@@ -18,7 +18,7 @@ from commgrid.data_parallel.norm import device_of
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.pipeline.execution import Execution, Loss
 from commgrid.pipeline.p2p import StageLinks
-from commgrid.pipeline.shared import add_up, check_reduced, check_shared, set_aside
+from commgrid.pipeline.tied import add_up, check_reduced, check_shared, set_aside
 from commgrid.pipeline_schedules.messages import Program, programs
 from commgrid.pipeline_schedules.proof import check_schedule
 from commgrid.pipeline_schedules.schedule import (
@@ -183,7 +183,8 @@ class Pipeline:
                 also on the failing stage, which raises its own error.
         """
         run = Execution(
-            self, self.schedule, inputs, targets, kwargs, loss=self.loss, train=True
+            self.chunks, self.links, self.schedule, inputs, targets, kwargs, loss=self.loss,
+            final=self.final_backward,
         )  # fmt: skip
         with named_failures(self._live_grid(), run.where):
             run.check()
@@ -230,7 +231,9 @@ class Pipeline:
         loss: Loss | None,
     ) -> dict[int, Any]:
         count = len(inputs) if inputs is not None else 0
-        run = Execution(self, self.schedule, inputs, targets, kwargs, loss=loss, train=False)
+        run = Execution(
+            self.chunks, self.links, self.schedule, inputs, targets, kwargs, loss=loss, final=None
+        )
         with named_failures(self._live_grid(), run.where), torch.no_grad():
             self._agree(f"{count} microbatches to evaluate")
             if count not in self._evaluations:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commgrid.data_parallel.accumulation import owner_of
+from commgrid.data_parallel.slot import Reducer, owner_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.boxes import local_part
@@ -20,7 +20,6 @@ from commgrid.resharding.boxes import SavedParameter, Turns, saved_parameter
 from commgrid.resharding.items import Item, Value, key_of, whole
 
 if TYPE_CHECKING:
-    from commgrid.data_parallel.reducer import GradientReducer
     from commgrid.runtime.grid import HyperCommGrid
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
@@ -147,7 +146,7 @@ class ModelState:
         for reducer in self._reducers():
             reducer.weights_loaded()
 
-    def _reducers(self) -> Iterator[GradientReducer]:
+    def _reducers(self) -> Iterator[Reducer]:
         """Of the model's gradients, each once."""
         owners = (owner_of(placement.parameter) for placement in self.placements.values())
         found = (owner.reducer for owner in owners if owner is not None)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from commgrid.data_parallel.sharded_optimizer import ShardedOptimizer
+from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.parameters.boxes import Chunk, local_part
 from commgrid.resharding.boxes import SavedParameter, Turns

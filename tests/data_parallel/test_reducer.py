@@ -18,7 +18,7 @@ from commgrid.data_parallel import (
     clip_gradients,
     gradient_norm,
 )
-from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.slot import KeptGradient
 from commgrid.parameters import mark_parameters, placements
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,

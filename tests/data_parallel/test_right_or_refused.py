@@ -21,13 +21,8 @@ from torch.optim.swa_utils import AveragedModel
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError, checkpoint
 from commgrid.collectives.asynchronous import Pending
-from commgrid.data_parallel import (
-    GradientReducer,
-    GradScaler,
-    ShardedOptimizer,
-    clip_gradients,
-    overlap,
-)
+from commgrid.data_parallel import GradientReducer, GradScaler, ShardedOptimizer, clip_gradients
+from commgrid.data_parallel import gathers
 from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
@@ -72,16 +67,16 @@ def step_of(model: nn.Module, reducer: GradientReducer, optimizer: Any, step: in
     """One step, in which one rank comes late to every gather, and ever later."""
     model(data(step)).square().mean().backward()
     reducer.finish()
-    start = overlap.start_all_gather_
+    start = gathers.start_all_gather_
 
     def late(*given: Any) -> Any:
         time.sleep(0.02)  # the lateness that is meant
         return start(*given)
 
     if commgrid.get_grid().rank == 1:
-        overlap.start_all_gather_ = late
+        gathers.start_all_gather_ = late
     optimizer.step()
-    overlap.start_all_gather_ = start
+    gathers.start_all_gather_ = start
 
 
 def pair(**options: Any) -> tuple[Net, GradientReducer, ShardedOptimizer]:
@@ -98,7 +93,7 @@ def saved_at_once(folder: str) -> None:
     """Gathers that take long, as those of large weights do; a thread of their own sends them."""
     commgrid.initialize(tp=2)
     model, reducer, optimizer = pair(overlap=True)
-    start, sender = overlap.start_all_gather_, ThreadPoolExecutor(max_workers=1)
+    start, sender = gathers.start_all_gather_, ThreadPoolExecutor(max_workers=1)
 
     def slow() -> None:
         time.sleep(0.1)  # as large weights do
@@ -110,7 +105,7 @@ def saved_at_once(folder: str) -> None:
         def wait(self) -> None:
             self.sent.result()
 
-    overlap.start_all_gather_ = lambda *given: Slow(*given)  # type: ignore[assignment,return-value]
+    gathers.start_all_gather_ = lambda *given: Slow(*given)  # type: ignore[assignment,return-value]
     step_of(model, reducer, optimizer, 0)
     checkpoint.save(folder, 1, model, progress=False)
     found = Net()
@@ -235,14 +230,14 @@ def dropped() -> list[float]:
         model = Net()
         reducer = GradientReducer(model, shard=True, bucket_bytes=256)
         optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.5, overlap=overlaps)
-        start = overlap.start_all_gather_
+        start = gathers.start_all_gather_
 
         def late(tensor: Tensor, group: Any) -> Pending:
             return Pending(None, lambda: start(tensor, group).wait(), group)
 
-        overlap.start_all_gather_ = late
+        gathers.start_all_gather_ = late
         step_of(model, reducer, optimizer, 0)
-        overlap.start_all_gather_ = start
+        gathers.start_all_gather_ = start
         reducer.close()
         return model
 

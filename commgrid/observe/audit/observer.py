@@ -23,8 +23,8 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
-from commgrid.data_parallel.accumulation import owner_of
-from commgrid.data_parallel.kept import KeptGradient
+from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.data_parallel.slot import KeptGradient, owner_of
 from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError
 from commgrid.observe.audit.parameters import AuditedParameter, audited_parameters, names_of
@@ -286,7 +286,7 @@ class Observer:
                 found[id(main)] = held, 0, None
             owner = owner_of(parameter)
             reducer = owner.reducer if owner is not None else None
-            if reducer is not None and reducer.optimizer is not None:
+            if isinstance(reducer, GradientReducer) and reducer.optimizer is not None:
                 for piece, tensor, _ in reducer.optimizer.parts():
                     its = self._held.get(id(piece.slot.parameter))
                     if its is not None:

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.buckets import Bucket, Piece
-from commgrid.data_parallel.overlap import WeightGathers
+from commgrid.data_parallel.bucket import Bucket, Piece
+from commgrid.data_parallel.gathers import WeightGathers
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.buckets import Bucket, Lane, Piece
+from commgrid.data_parallel.bucket import Bucket, Lane, Piece
 from commgrid.data_parallel.norm import device_of, sum_of_squares
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError
 

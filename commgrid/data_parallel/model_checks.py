@@ -20,8 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
-from commgrid.data_parallel.buckets import Lane, Slot
-from commgrid.data_parallel.reduction_groups import ReductionGroups
+from commgrid.data_parallel.bucket import Lane
+from commgrid.data_parallel.groups import ReductionGroups
+from commgrid.data_parallel.slot import Slot
 from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks

@@ -15,14 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import Pending
-from commgrid.data_parallel.kept import IN_FLIGHT, IN_PARTS, KeptGradient
+from commgrid.data_parallel.slot import Slot
 from commgrid.parameters import Placement
 
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
@@ -31,69 +30,6 @@ Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
 _LEAST_BYTES = 25 * 2**20
 _BYTES_PER_RANK = 4_000_000
 _ALIGNMENT = 64  # elements: every parameter begins on a cache line, for any dtype
-
-
-@dataclass(eq=False)
-class Slot:
-    """One parameter's place in a bucket.
-
-    Args:
-        placement: the parameter and its layout on the grid.
-        start: its first element in the bucket.
-
-    Attributes:
-        view: its elements of the bucket, in its shape.
-        kind: the dtype and device that the parameter had when the slot was made.
-        reduced: whether `.grad`, if there is one, is reduced; False once backward has added to it.
-        stepped: whether an optimizer has used the reduced gradient.
-        optimized: whether any optimizer ever updated the parameter.
-        sent: whether this rank had a gradient in the last reduction.
-        used: whether any rank had one.
-        handed_out: the tensor that `finish` put into `.grad`.
-        held_back: a reduced gradient that waits for its step, while others are reduced.
-        kept, in_flight: placeholders in `.grad` while the gradient is sharded, or being summed.
-        fused: whether the parameter's layer adds to `main_grad`, which is then zero between steps.
-    """
-
-    placement: Placement
-    start: int
-    view: Tensor = field(init=False, repr=False)
-    kind: tuple[torch.dtype, torch.device] = field(init=False)
-    reduced: bool = True
-    stepped: bool = False
-    optimized: bool = False
-    sent: bool = False
-    used: bool = False
-    handed_out: Tensor | None = field(default=None, repr=False)
-    held_back: Tensor | None = field(default=None, repr=False)
-    fused: bool = False
-
-    def __post_init__(self) -> None:
-        self.kind = (self.parameter.dtype, self.parameter.device)
-
-    @cached_property
-    def kept(self) -> KeptGradient:
-        """Placeholder in `.grad` while this rank has only a part of the gradient."""
-        return KeptGradient(self.view, IN_PARTS)
-
-    @cached_property
-    def in_flight(self) -> KeptGradient:
-        """Placeholder in `.grad` while a collective sums the gradient."""
-        return KeptGradient(self.view, IN_FLIGHT)
-
-    @property
-    def parameter(self) -> nn.Parameter:
-        """The parameter."""
-        return self.placement.parameter
-
-    @property
-    def stop(self) -> int:
-        """The element after its last one in the bucket."""
-        return self.start + self.parameter.numel()
-
-    def of(self, flat: Tensor) -> Tensor:
-        """Its elements of a buffer that is laid out as the bucket, in the parameter's shape."""
-        return flat[self.start : self.stop].view(self.parameter.shape)
 
 
 @dataclass(eq=False)

@@ -1,0 +1,121 @@
+"""Collectives under way beside computation.
+
+`Reductions` sums gradients during backward, bucket by bucket. `WeightGathers` gathers updated
+weights after a step, during the next forward if that is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.asynchronous import (
+    Pending,
+    start_all_reduce_,
+    start_reduce_scatter_,
+)
+from commgrid.data_parallel.accumulation import fill
+from commgrid.data_parallel.bucket import Bucket
+from commgrid.errors import GridDestroyedError
+
+if TYPE_CHECKING:
+    from commgrid.runtime.grid import HyperCommGrid
+
+_IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
+
+
+class Reductions:
+    """The sums of a step's gradients, each started when its bucket and those before are complete.
+
+    Args:
+        buckets: in launch order, the same on all ranks.
+        grid: whose groups are used.
+        shard: whether each rank keeps 1/n of the sums.
+        defers: whether all sums start in `finish` only.
+    """
+
+    def __init__(
+        self, buckets: Sequence[Bucket], grid: HyperCommGrid, *, shard: bool, defers: bool
+    ) -> None:
+        self._buckets, self._grid, self._shard, self._defers = buckets, grid, shard, defers
+        self._next, self._has_begun = 0, False
+        self._in_flight: list[Bucket] = []
+
+    def arrived(self, bucket: Bucket, index: int) -> None:
+        """Records a complete gradient, and starts the sums of complete buckets.
+
+        Args:
+            bucket, index: of the gradient's slot.
+        """
+        bucket.missing.discard(index)
+        self._has_begun = True
+        if not self._defers:
+            self._launch(all_of_them=False)
+
+    def finish(self) -> None:
+        """Starts the sums of the remaining buckets, and waits for all."""
+        self._launch(all_of_them=True)
+        for bucket in self._buckets:
+            bucket.wait()
+
+    def abandon(self) -> None:
+        """Ends a step that is given up."""
+        if self._has_begun:  # other ranks may have launched a bucket that is incomplete here
+            self._launch(all_of_them=True)
+        for bucket in self._buckets:
+            bucket.wait()
+        self.reset()
+
+    def reset(self) -> None:
+        """Prepares for the next backward."""
+        for bucket in self._buckets:
+            bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
+        self._in_flight.clear()
+        self._next, self._has_begun = 0, False
+
+    def _launch(self, *, all_of_them: bool) -> None:
+        if self._grid.is_destroyed:
+            raise GridDestroyedError(
+                f"grid {self._grid.name!r} of this GradientReducer was destroyed; close() the "
+                "reducer and make a new one, also if a grid of that name exists again"
+            )
+        while self._next < len(self._buckets):
+            bucket = self._buckets[self._next]
+            if bucket.missing and not all_of_them:
+                return
+            self._next += 1
+            bucket.launched = True
+            fill(bucket)
+            if bucket.prescale > 1:
+                with torch.no_grad():
+                    bucket.gradient.div_(bucket.prescale)
+            if bucket.shared is not None:
+                bucket.pending = self._start_shared(bucket, bucket.shared)
+            elif bucket.group.size() > 1:
+                bucket.pending = self._start(bucket)
+            if bucket.pending is not None:
+                for slot in bucket.slots:
+                    if slot.sent:
+                        slot.parameter.grad = slot.in_flight
+
+    def _start_shared(self, bucket: Bucket, sharers: ProcessGroup) -> Pending:
+        """The sum over the copies of other stages, and only then the sum over other data."""
+        adding = start_all_reduce_(bucket.gradient, sharers)
+
+        def then() -> Tensor:
+            return self._start(bucket).wait() if bucket.group.size() > 1 else bucket.gradient
+
+        return Pending(adding.work, then, adding.group)
+
+    def _start(self, bucket: Bucket) -> Pending:
+        if not self._shard:
+            return start_all_reduce_(bucket.gradient, bucket.group)
+        if bucket.gradient.device.type == "cpu":
+            while len(self._in_flight) >= _IN_FLIGHT:
+                self._in_flight.pop(0).wait()
+            self._in_flight.append(bucket)
+        return start_reduce_scatter_(bucket.gradient, bucket.group)
