@@ -21,8 +21,13 @@ from torch.optim.swa_utils import AveragedModel
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError, checkpoint
 from commgrid.collectives.asynchronous import Pending
-from commgrid.data_parallel import GradientReducer, GradScaler, ShardedOptimizer, clip_gradients
-from commgrid.data_parallel import gathers
+from commgrid.data_parallel import (
+    GradientReducer,
+    GradScaler,
+    ShardedOptimizer,
+    clip_gradients,
+    gathers,
+)
 from commgrid.parameters import mark_parameters
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
