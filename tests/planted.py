@@ -402,14 +402,14 @@ MUTANTS = (
     # -- checkpoint --------------------------------------------------------------------------
     Mutant(
         "a slice of a slice begins where the outer one does",
-        "commgrid/parameters/boxes.py",
+        "commgrid/resharding/item.py",
         "offset[dim] += group.rank * parameter.shape[dim]",
         "offset[dim] = group.rank * parameter.shape[dim]",
         ("tests/checkpoint/test_round_trip.py::test_slices_of_slices_lie_inside_them",),
     ),
     Mutant(
         "the first holder writes all copies",
-        "commgrid/resharding/boxes.py",
+        "commgrid/resharding/holders.py",
         "        loads[chosen] += amount\n",
         "",
         ("tests/resharding/test_boxes.py",),
@@ -440,7 +440,7 @@ MUTANTS = (
     # -- transfer ----------------------------------------------------------------------------
     Mutant(
         "bytes left over after rounding have no sender",
-        "commgrid/resharding/shares.py",
+        "commgrid/resharding/assignment.py",
         "    shares[ordered[0]] += left\n",
         "",
         ("tests/resharding/test_transfer_plan.py",),
@@ -523,7 +523,7 @@ MUTANTS = (
     ),
     Mutant(
         "a block of ranks is drawn with the bytes of its last",
-        "commgrid/viz/transfer_picture.py",
+        "commgrid/resharding/transfer_picture.py",
         "found[row_of[sender]][column_of[receiver]] += size",
         "found[row_of[sender]][column_of[receiver]] = size",
         ("tests/viz/test_transfer_picture.py",),

@@ -24,9 +24,9 @@ from __future__ import annotations
 
 from commgrid.checkpoint.loading import Restored, load, steps
 from commgrid.checkpoint.memory import forget
-from commgrid.checkpoint.random_states import random_states, set_random_states
 from commgrid.checkpoint.safetensors import export
 from commgrid.checkpoint.saving import keep, save, wait
+from commgrid.checkpoint.values import random_states, set_random_states
 
 __all__ = [
     "Restored", "export", "forget", "keep", "load", "random_states", "save", "set_random_states",

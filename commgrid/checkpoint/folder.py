@@ -15,7 +15,7 @@ import warnings
 from pathlib import Path
 from uuid import uuid4
 
-from commgrid.checkpoint.storage import sync
+from commgrid.checkpoint.writer import sync
 from commgrid.errors import CheckpointError
 
 _COMPLETE = re.compile(r"step_(\d+)")

@@ -11,8 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.background import finish, settle
-from commgrid.checkpoint.meeting import (
+from commgrid.checkpoint.agreement import (
     Call,
     Model,
     Progress,
@@ -24,15 +23,16 @@ from commgrid.checkpoint.meeting import (
     reporter,
     tells_failures,
 )
-from commgrid.checkpoint.naming import MODEL, Renamed, Source
+from commgrid.checkpoint.background import finish, settle
+from commgrid.checkpoint.foreign_names import MODEL, Renamed, Source
+from commgrid.checkpoint.reader import Stored
 from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
-from commgrid.checkpoint.storage import Report
-from commgrid.checkpoint.stored import Stored
 from commgrid.checkpoint.values import offered
+from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
-from commgrid.resharding.boxes import Turns
-from commgrid.resharding.items import Item, Value, key_of, whole
+from commgrid.resharding.holders import Turns
+from commgrid.resharding.item import Item, Value, key_of, whole
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import Naming, Rename
 from commgrid.resharding.optimizer_state import OptimizerState, copy_of

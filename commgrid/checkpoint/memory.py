@@ -28,12 +28,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.staging import stage
+from commgrid.checkpoint.background import stage
 from commgrid.collectives.objects import as_bytes, as_tensor, at_first, gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.layout.box import volume
-from commgrid.parameters.boxes import Chunk
-from commgrid.resharding.items import Item, Shared, Value
+from commgrid.resharding.item import Chunk, Item, Shared, Value
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run

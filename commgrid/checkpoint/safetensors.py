@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from commgrid.checkpoint.folder import complete, find
-from commgrid.checkpoint.naming import MODEL
-from commgrid.checkpoint.storage import Report
-from commgrid.checkpoint.stored import Stored, check_has, data_of, reads_of
+from commgrid.checkpoint.foreign_names import MODEL
+from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
+from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError, SpecError
-from commgrid.resharding.items import Item, Value, whole
+from commgrid.resharding.item import Item, Value, whole
 from commgrid.resharding.naming import Naming, Rename
 
 SUFFIX = ".safetensors"

@@ -14,8 +14,7 @@ import torch
 
 from commgrid.checkpoint import background as in_background
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.background import BackgroundSave, finish, settle
-from commgrid.checkpoint.meeting import (
+from commgrid.checkpoint.agreement import (
     Call,
     Model,
     Progress,
@@ -27,16 +26,16 @@ from commgrid.checkpoint.meeting import (
     reporter,
     tells_failures,
 )
+from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
 from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.progress import ProgressLine, size
-from commgrid.checkpoint.staging import SPARES, stage
-from commgrid.checkpoint.storage import Report, write, write_metadata
 from commgrid.checkpoint.values import OWN, number_of, numbers_of, own_path
+from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import Copy, differing, groups_along
-from commgrid.resharding.boxes import Turns
-from commgrid.resharding.items import Item, Value
+from commgrid.resharding.holders import Turns
+from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.registry import get_grid

@@ -1,8 +1,10 @@
-"""Values beside tensors: comparing them between ranks, and naming those of a single rank."""
+"""Values beside tensors: compared between ranks, named by rank, and states of random generators."""
 
 from __future__ import annotations
 
 import io
+import random
+import sys
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -11,8 +13,8 @@ import torch
 from torch import Tensor
 
 from commgrid.equality.digest import digest
-from commgrid.parameters.boxes import local_part
-from commgrid.resharding.items import Path, Shared
+from commgrid.errors import CheckpointError
+from commgrid.resharding.item import Path, Shared, local_part
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid
@@ -101,3 +103,98 @@ def offered(keys: Iterable[str], grid: HyperCommGrid) -> list[Path]:
         if all(places.get(a, 0) % shape.get(a, 1) == mine.get(a, 0) for a in axes):
             found.append(([*places.values()], (OWN, said)))
     return [path for _, path in sorted(found)]
+
+
+def random_states(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
+    """Return the states of this process's generators, for `save(…, extra_per_rank=…)`.
+
+    They are Python's, NumPy's if it was imported, torch's of the CPU and of the current
+    accelerator if it is in use, and those given.
+
+    Args:
+        generators: further ones by name, such as a data loader's.
+
+    Returns:
+        Plain values and tensors on the CPU.
+
+    Example:
+        >>> import torch
+        >>> from commgrid import checkpoint
+        >>> states = checkpoint.random_states()
+        >>> first = torch.rand(2)
+        >>> checkpoint.set_random_states(states)
+        >>> bool((torch.rand(2) == first).all())
+        True
+    """
+    found: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    device = _device()
+    if device is not None and _is_used(device):
+        found[device] = torch.get_device_module(device).get_rng_state()
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        found["numpy"] = _plain(numpy.random.get_state(legacy=False))
+    for name, generator in (generators or {}).items():
+        found[f"given {name}"] = generator.get_state()
+    return found
+
+
+def set_random_states(
+    states: Mapping[str, Any], generators: Mapping[str, torch.Generator] | None = None
+) -> None:
+    """Set this process's generators to states that `random_states` has returned.
+
+    NumPy's state is left out if NumPy is not imported, an accelerator's if there is none.
+
+    Args:
+        states: of all of them.
+        generators: the further ones, by the same names.
+
+    Raises:
+        CheckpointError: the states are not `random_states`'s, or of generators of other names;
+            nothing is set.
+    """
+    if not {"python", "torch"} <= states.keys():
+        raise CheckpointError(
+            f"states={str(states)[:60]}: expected what random_states returned on some rank"
+        )
+    given = {f"given {name}": generator for name, generator in (generators or {}).items()}
+    further = {name for name in states if name.startswith("given ")}
+    if further != given.keys():
+        had, has = (sorted(n.removeprefix("given ") for n in one) for one in (further, given))
+        raise CheckpointError(
+            f"the states are of generators {had}, and here are {has}; give both calls the same "
+            "names"
+        )
+    random.setstate(_tuples(states["python"]))
+    torch.set_rng_state(states["torch"])
+    device = _device()
+    if device is not None and device in states:
+        torch.get_device_module(device).set_rng_state(states[device])
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None and "numpy" in states:
+        numpy.random.set_state(states["numpy"])
+    for name, generator in given.items():
+        generator.set_state(states[name])
+
+
+def _device() -> str | None:
+    """The kind of accelerator that this machine has; None: none."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return None if kind is None else kind.type
+
+
+def _is_used(device: str) -> bool:
+    """Whether this process has used an accelerator; asking for its state would start to."""
+    return bool(getattr(torch.get_device_module(device), "is_initialized", lambda: True)())
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's arrays as lists, which load without running code."""
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _tuples(value: Any) -> Any:
+    """Lists as tuples, which Python's generator wants."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

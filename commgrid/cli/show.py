@@ -31,11 +31,11 @@ from commgrid.pipeline_schedules.simulator import Simulation, simulate
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 from commgrid.resharding.traffic import as_table
+from commgrid.resharding.transfer_picture import draw_transfer, read_traffic
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
 from commgrid.viz.schedule_picture import draw_schedule, read_spans
-from commgrid.viz.transfer_picture import draw_transfer, read_traffic
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
 from commgrid.context_parallel.drawing import draw_ranges
 from commgrid.context_parallel.ranges import count
+from commgrid.context_parallel.sharding_picture import draw_sharding
 from commgrid.errors import SpecError
-from commgrid.viz.sharding_picture import draw_sharding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commgrid.errors import SpecError
 from commgrid.layout.box import Box, Shape, common
-from commgrid.parameters.boxes import Chunk
+from commgrid.resharding.item import Chunk
 from commgrid.resharding.layouts import Entry, Form, pack
 
 

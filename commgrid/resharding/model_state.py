@@ -14,10 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from commgrid.data_parallel.slot import Reducer, owner_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
-from commgrid.parameters.boxes import local_part
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
-from commgrid.resharding.boxes import SavedParameter, Turns, saved_parameter
-from commgrid.resharding.items import Item, Value, key_of, whole
+from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
+from commgrid.resharding.item import Item, Value, key_of, local_part, whole
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

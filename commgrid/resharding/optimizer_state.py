@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
-from commgrid.parameters.boxes import Chunk, local_part
-from commgrid.resharding.boxes import SavedParameter, Turns
-from commgrid.resharding.items import Item, Path, Shared, Value, key_of, whole
+from commgrid.resharding.holders import SavedParameter, Turns
+from commgrid.resharding.item import Chunk, Item, Path, Shared, Value, key_of, local_part, whole
 from commgrid.resharding.model_state import ModelState
 
 MASTER, CLASS = "master", "optimizer_class"

@@ -18,9 +18,9 @@ from functools import cached_property
 from pathlib import Path
 
 from commgrid.layout.box import Box, volume
+from commgrid.resharding.assignment import Demand, cut, fair_shares
 from commgrid.resharding.layouts import Side, check_sides
 from commgrid.resharding.pools import MovedTensor, Ranks, Run, kinds_of, pools_of
-from commgrid.resharding.shares import Demand, cut, fair_shares
 from commgrid.resharding.traffic import Traffic, as_table
 
 

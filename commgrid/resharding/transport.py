@@ -23,10 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.resharding.ending import meet
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
-from commgrid.resharding.ring import Ring, Room, aligned
 from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
 from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
@@ -287,3 +285,117 @@ def _places(parcel: _Parcel, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _dtype(move: Move) -> torch.dtype:
     found: torch.dtype = getattr(torch, move.tensor.dtype)
     return found
+
+
+_ALIGNED = 64  # bytes: where any element may begin, and a line of a CPU's cache
+
+
+def aligned(size: int) -> int:
+    """The bytes that a buffer of so many takes."""
+    return -(-size // _ALIGNED) * _ALIGNED
+
+
+@dataclass(frozen=True)
+class Room:
+    """A part of a ring.
+
+    Args:
+        start: its first byte.
+        buffer: its bytes.
+    """
+
+    start: int
+    buffer: Tensor
+
+
+class Ring:
+    """Memory that is made at its first use.
+
+    Args:
+        size: its bytes.
+        device: where it is.
+
+    Example:
+        >>> ring = Ring(128, torch.device("cpu"))
+        >>> one, other = ring.take(64), ring.take(64)
+        >>> ring.take(64) is None
+        True
+        >>> ring.give_back(one)
+        >>> ring.take(64).start
+        0
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._size, self._device = size, device
+        self._memory: Tensor | None = None
+        self._taken: deque[Room] = deque()
+
+    def take(self, size: int) -> Room | None:
+        """A room of so many bytes, at most the ring's; None: others have to come back first."""
+        start = self._start(size)
+        if start is None:
+            return None
+        if self._memory is None:
+            self._memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+        room = Room(start, self._memory[start : start + size])
+        if size:
+            self._taken.append(room)
+        return room
+
+    def give_back(self, room: Room) -> None:
+        """Lets the oldest room be taken again; one of no bytes is none."""
+        if len(room.buffer):
+            oldest = self._taken.popleft()
+            assert oldest is room, "rooms come back in the order in which they were taken"
+
+    def _start(self, size: int) -> int | None:
+        if not self._taken or not size:
+            return 0
+        first, last = self._taken[0].start, self._taken[-1]
+        end = last.start + aligned(len(last.buffer))
+        if last.start >= first:  # what is taken is one piece: room behind it, or before it
+            if end + size <= self._size:
+                return end
+            return 0 if size <= first else None
+        return end if end + size <= first else None
+
+
+def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:
+    """Every rank tells the first that it is done, and hears from it that all are.
+
+    A rank that is killed with its last numbers on the way is noticed here, at once: its
+    connections end, where a store would only see that it does not come.
+
+    Args:
+        group: of gloo's.
+        ranks: its ranks, in its order.
+        timeout: seconds to wait for one.
+
+    Raises:
+        GoneError: a rank is gone, or does not answer; names it.
+    """
+    token, is_first = torch.zeros(1, dtype=torch.uint8), group.rank() == 0
+    others = range(1, len(ranks)) if is_first else [0]
+    told = [(token, place) for place in others]
+    heard = [(token.clone(), place) for place in others]
+    for is_send in (False, True) if is_first else (True, False):
+        works = start_transfers(
+            group, told * is_send, heard * (not is_send),
+            lambda error, place: _explained(error, ranks[place or 0]),
+        )  # fmt: skip
+        for work, place in zip(works, others, strict=True):
+            try:
+                wait_for(work, timeout)
+            except RuntimeError as error:
+                raise _explained(error, ranks[place]) from error
+
+
+def _explained(error: RuntimeError, rank: int) -> RuntimeError:
+    """The error to raise for one of torch's, which may be another rank's."""
+    if not is_peer_failure(error):
+        return error
+    return GoneError(
+        f"rank {rank} is gone or does not answer: it should have said that it has finished its "
+        f"part ({first_line(error)})",
+        rank,
+    )

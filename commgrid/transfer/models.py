@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.errors import ShapeError, SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.parameters.boxes import Chunk, local_part
-from commgrid.resharding.items import Item
+from commgrid.resharding.item import Chunk, Item, local_part
 from commgrid.resharding.naming import Naming, Rename
 
 Only = Iterable[str] | Callable[[str], bool]

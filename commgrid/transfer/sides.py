@@ -21,8 +21,8 @@ from commgrid.equality.digest import Digest, digest, quick_digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.layout.box import Box
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.resharding.boxes import Turns
-from commgrid.resharding.items import Item, Shared, Value, key_of
+from commgrid.resharding.holders import Turns
+from commgrid.resharding.item import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, Side
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState

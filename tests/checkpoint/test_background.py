@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import commgrid
 from commgrid import CommGridError, checkpoint
 from commgrid.checkpoint import background, saving
-from commgrid.checkpoint.staging import SPARES, tensors_of
+from commgrid.checkpoint.background import SPARES, tensors_of
 from commgrid.collectives.objects import gathered
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks

@@ -7,12 +7,11 @@ import torch
 from torch import nn
 
 import commgrid
-from commgrid import CheckpointError, checkpoint
-from commgrid.checkpoint import handing_over
-from commgrid.checkpoint.handing_over import Given, given
+from commgrid import CheckpointError, checkpoint, recovery
 from commgrid.checkpoint.memory import Inventory, kept_states, missing
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.recovery import Given, given
 from commgrid.rendezvous.membership import Membership
 from commgrid.store import standby as torch_standby
 from commgrid.tensor_parallel import initialize_parameters
@@ -144,7 +143,7 @@ def dies_while_handing_over() -> Any:
         kill_me()
     grid.abort()
     if grid.rank == 3:
-        handing_over.given = lambda *_: kill_me()  # type: ignore[assignment, misc]
+        recovery.given = lambda *_: kill_me()  # type: ignore[assignment, misc]
     rebuilt = commgrid.rebuild(fits=lambda sizes: sizes["dp"] != 3, grace=6)
     assert rebuilt is not None
     model, _, optimizer = build()

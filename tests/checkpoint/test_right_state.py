@@ -17,8 +17,8 @@ import commgrid
 from commgrid import checkpoint
 from commgrid.checkpoint import background
 from commgrid.checkpoint import folder as folders
+from commgrid.checkpoint.background import SPARES
 from commgrid.checkpoint.memory import kept_states
-from commgrid.checkpoint.staging import SPARES
 from commgrid.errors import CheckpointError
 from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.testing import run_on_ranks

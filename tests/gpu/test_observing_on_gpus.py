@@ -13,7 +13,7 @@ from torch import nn
 import commgrid
 from commgrid import bench as benches
 from commgrid import checkpoint
-from commgrid.checkpoint import staging
+from commgrid.checkpoint import background
 from commgrid.cost_model.collective import COLLECTIVES, bus_bandwidth
 from commgrid.cost_model.fit import fit
 from tests.gpu.on_gpus import on_gpus
@@ -82,7 +82,7 @@ def saved(device: str, folder: str) -> bool:
     torch.manual_seed(0)
     model = nn.Linear(512, 512, device=device)
     before = model.weight.detach().clone()
-    staged, stage = [], staging.stage
+    staged, stage = [], background.stage
 
     def kept(*given: Any) -> Any:
         staged.append(stage(*given))
@@ -94,7 +94,7 @@ def saved(device: str, folder: str) -> bool:
     checkpoint.save(folder, 1, model, background=True, progress=False)
     with torch.no_grad():
         model.weight.fill_(3.0)
-    pinned = all(each.is_pinned() for each in staging.tensors_of(staged[0]))
+    pinned = all(each.is_pinned() for each in background.tensors_of(staged[0]))
     checkpoint.wait()
     checkpoint.load(folder, model, progress=False)
     assert torch.equal(model.weight, before)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 import commgrid
 from commgrid.layout.box import boxes_of_range
-from commgrid.parameters.boxes import HeldBoxes
 from commgrid.parameters.foreign import ForeignCut
-from commgrid.resharding.boxes import Turns
+from commgrid.resharding.holders import Turns
+from commgrid.resharding.item import HeldBoxes
 from commgrid.testing import run_on_ranks
 
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from commgrid.errors import TransferError
 from commgrid.layout.box import Box, boxes_of_range, common, volume, without
 from commgrid.resharding import pools
+from commgrid.resharding.assignment import Demand, fair_shares
 from commgrid.resharding.layouts import Entry, Form, Side, pack, unpack
 from commgrid.resharding.plan import TransferPlan
-from commgrid.resharding.ring import Ring, Room, aligned
-from commgrid.resharding.shares import Demand, fair_shares
+from commgrid.resharding.transport import Ring, Room, aligned
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 Layout = dict[str, tuple[str, list[Box]]]  # name to dtype and boxes

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import commgrid
-from commgrid.resharding import ring, transport
+from commgrid.resharding import transport
+from commgrid.resharding import transport as ring
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Part, Transfer
 from tests.test_leaks import check_flat, usage

@@ -47,7 +47,7 @@ def test_a_picture_has_every_piece_in_its_documents_colour() -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_hex
 
-    from commgrid.viz.sharding_picture import draw_sharding
+    from commgrid.context_parallel.sharding_picture import draw_sharding
 
     mask = Mask(window=8)
     held = balance(LENGTHS, 3, mask)

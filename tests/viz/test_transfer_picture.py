@@ -12,7 +12,7 @@ from commgrid.cli import main
 from commgrid.resharding.layouts import Entry, Form, Side, pack
 from commgrid.resharding.plan import TransferPlan
 from commgrid.resharding.traffic import Traffic
-from commgrid.viz.transfer_picture import blocks_of, read_traffic
+from commgrid.resharding.transfer_picture import blocks_of, read_traffic
 
 
 def rows(start: int, stop: int) -> bytes:
@@ -66,7 +66,7 @@ def test_a_file_has_all_of_a_plan(tmp_path: Path) -> None:
 
 def draw(traffic: Traffic) -> Any:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
-    from commgrid.viz.transfer_picture import draw_transfer
+    from commgrid.resharding.transfer_picture import draw_transfer
 
     figure: Any = draw_transfer(traffic)
     top, _, middle, right = figure.axes

@@ -15,8 +15,8 @@ from torch import nn
 
 from commgrid.errors import CommGridError
 from commgrid.parameters import Placement, placements
-from commgrid.parameters.boxes import HeldBoxes, held_boxes
 from commgrid.parameters.foreign import foreign_cut, megatron_cut
+from commgrid.resharding.item import HeldBoxes, held_boxes
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

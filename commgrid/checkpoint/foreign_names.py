@@ -16,10 +16,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
-from commgrid.checkpoint.storage import Report
-from commgrid.checkpoint.stored import check_has
+from commgrid.checkpoint.reader import check_has
+from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
-from commgrid.resharding.items import Item, Value
+from commgrid.resharding.item import Item, Value
 from commgrid.resharding.naming import Naming
 
 MODEL = "model."

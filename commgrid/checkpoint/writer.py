@@ -41,8 +41,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
-from commgrid.parameters.boxes import Chunk
-from commgrid.resharding.items import Item, Shared, Value
+from commgrid.resharding.item import Chunk, Item, Shared, Value
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""

@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, layout_of
-from commgrid.parameters.boxes import HeldBoxes, held_boxes
 from commgrid.parameters.foreign import ForeignCut
+from commgrid.resharding.item import HeldBoxes, held_boxes
 
 if TYPE_CHECKING:
     from commgrid.runtime.grid import HyperCommGrid

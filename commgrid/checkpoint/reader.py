@@ -26,12 +26,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from commgrid.checkpoint.storage import Report
+from commgrid.checkpoint.archive import DamagedError, Tensors, parts_of
 from commgrid.checkpoint.trust import read_metadata, read_value
+from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
 from commgrid.resharding.dtypes import keeps_numbers
-from commgrid.resharding.items import Item, Value
-from commgrid.torch_compat.archive import DamagedError, Tensors, parts_of
+from commgrid.resharding.item import Item, Value
 
 
 def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint.progress import ProgressLine
-from commgrid.checkpoint.storage import Report
+from commgrid.checkpoint.writer import Report
 from commgrid.collectives.common_group import common_group
 from commgrid.errors import (
     CheckpointError,
