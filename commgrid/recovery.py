@@ -56,8 +56,8 @@ from commgrid.runtime.rebuild import States
 from commgrid.runtime.rebuild import rebuild as _rebuild
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat.world import group_timeout
-from commgrid.transfer.live import Transfer
 from commgrid.transfer.models import Part
+from commgrid.transfer.transfer import Transfer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -456,7 +456,7 @@ MUTANTS = (
     ),
     Mutant(
         "a transfer that has ended in the middle runs again",
-        "commgrid/transfer/live.py",
+        "commgrid/transfer/transfer.py",
         '        self._broken = f"{error} (in transfer {self._name!r}); {consequence}"\n',
         '        self._broken = ""\n',
         (

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 from commgrid.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from commgrid.bridge.layer import Bridge
+    from commgrid.bridge.bridge import Bridge
     from commgrid.bridge.pipelines import split_schedule
     from commgrid.bridge.sides import Cut
 
 __all__ = ["Bridge", "Cut", "split_schedule"]
 
 _LIVE = {
-    "Bridge": "commgrid.bridge.layer",
+    "Bridge": "commgrid.bridge.bridge",
     "Cut": "commgrid.bridge.sides",
     "split_schedule": "commgrid.bridge.pipelines",
 }

@@ -17,11 +17,11 @@ from commgrid.on_demand import on_demand
 from commgrid.resharding.plan import Message, Move, TransferPlan
 
 if TYPE_CHECKING:
-    from commgrid.transfer.live import Transfer
     from commgrid.transfer.models import Part
+    from commgrid.transfer.transfer import Transfer
 
 __all__ = ["Message", "Move", "Part", "Transfer", "TransferPlan"]
 
-_LIVE = {"Part": "commgrid.transfer.models", "Transfer": "commgrid.transfer.live"}
+_LIVE = {"Part": "commgrid.transfer.models", "Transfer": "commgrid.transfer.transfer"}
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

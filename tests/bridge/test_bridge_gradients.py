@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.bridge import Bridge
-from commgrid.bridge.heads import Ledger
+from commgrid.bridge.headers import Ledger
 from commgrid.errors import CommGridError
 from commgrid.testing import run_on_ranks
 

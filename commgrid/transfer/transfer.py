@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -26,12 +26,16 @@ from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError, no_answer_of
+from commgrid.runtime.registry import get_grid
 from commgrid.store.search import first_line
+from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
-from commgrid.transfer.given import device_of, grids_of, refuse_shared_memory
 from commgrid.transfer.models import Model, Names, Only
 from commgrid.transfer.sides import SourceSide, TargetSide
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
@@ -415,3 +419,45 @@ def _failure(what: str) -> Callable[[str], TransferError]:
 def _end(pair_group: PairGroup, barriers: TransferBarriers, broken: bool = False) -> None:
     pair_group.end(broken)
     barriers.close()
+
+
+def grids_of(
+    source: Model | None,
+    target: Model | None,
+    source_grid: HyperCommGrid | None,
+    target_grid: HyperCommGrid | None,
+) -> dict[str, HyperCommGrid]:
+    """This rank's grid of each side that it is on."""
+    found: dict[str, HyperCommGrid] = {}
+    for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
+        if grid is not None and not isinstance(grid, HyperCommGrid):
+            raise SpecError(f"{side}_grid={grid!r}: expected a grid, or None on other ranks")
+        if grid is not None or model is not None:
+            found[side] = grid or get_grid()
+    if not found:
+        raise SpecError(
+            "Transfer(None, None): call it on the ranks of the two grids alone, each with its "
+            "part of the model; a rank without a part gives its grid"
+        )
+    return found
+
+
+def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
+    """The device of messages: the GPU if the group can send from it and all tensors are there."""
+    kinds = {device.type: device for device in torch_groups.devices_of(group)}
+    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
+        return kinds["cuda"]
+    return kinds["cpu"]
+
+
+def refuse_shared_memory(source: LocalBoxes | None, target: LocalBoxes | None) -> None:
+    """A target in the source's memory would be overwritten while it is sent."""
+    if source is None or target is None:
+        return
+    sources = source.storages()
+    for place, name in target.storages().items():
+        if place in sources:
+            raise TransferError(
+                f"{name} of the target shares its memory with {sources[place]} of the source; give "
+                "the target tensors of its own, or leave it out with only="
+            )

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commgrid.bridge.crossing import Crossing, Facts, conclude
-from commgrid.bridge.heads import Ledger
+from commgrid.bridge.contract import Crossing, Facts, conclude
+from commgrid.bridge.exchange import Moving, shapes_of
+from commgrid.bridge.headers import Ledger
 from commgrid.bridge.links import Links
-from commgrid.bridge.moving import Moving, shapes_of
 from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
 from commgrid.collectives.first_order import first_order
 from commgrid.errors import (

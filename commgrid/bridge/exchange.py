@@ -9,8 +9,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from commgrid.bridge.crossing import Crossing
-from commgrid.bridge.heads import LENGTH, Ledger
+from commgrid.bridge.contract import Crossing
+from commgrid.bridge.headers import LENGTH, Ledger
 from commgrid.bridge.links import Addressed, Links
 from commgrid.bridge.plan import BridgeMessage
 from commgrid.context_parallel.balance import Ranges
