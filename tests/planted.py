@@ -506,7 +506,7 @@ MUTANTS = (
     ),
     Mutant(
         "every box of an audited tensor lies at its beginning",
-        "commgrid/observe/audit/joined.py",
+        "commgrid/audit/assemble.py",
         "slice(b, b + n) for b, n",
         "slice(0, n) for b, n",
         (

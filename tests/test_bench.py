@@ -19,7 +19,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.bench import Effort, bench
 from commgrid.cli import main
-from commgrid.cli.bench import as_table
+from commgrid.cli.commands.bench import as_table
 from commgrid.cost_model.cluster import CLUSTERS, find_cluster
 from commgrid.cost_model.collective import COLLECTIVES, collective_time
 from commgrid.cost_model.fit import Measured

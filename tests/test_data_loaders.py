@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, Dataset
 import commgrid
 from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.failures import named_failures
+from commgrid.launching.leftovers import snapshot
 from commgrid.testing import run_on_ranks
-from commgrid.testing.leftovers import snapshot
 from tests.killing import KILLED, kill_me, run_killable
 
 ROWS, BATCH = 12, 2

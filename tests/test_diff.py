@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from commgrid import GridSpec, SpecError
 from commgrid.cli import main
-from commgrid.planning.diff import compare
+from commgrid.cli.commands.diff import compare
 from commgrid.planning.plan import GroupPlan
 
 ORDERS = ["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp", "cp-tp-ep-dp-pp"]

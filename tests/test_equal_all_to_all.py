@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import all_to_all as torch_all_to_all
+from commgrid.torch_compat import nccl as torch_all_to_all
 
 
 def exchanged() -> tuple[list[float], list[Any]]:

@@ -42,7 +42,7 @@ PURE_HALVES = {
 }
 DOOR = (
     "torch_compat/world.py", "torch_compat/groups.py", "torch_compat/ended_groups.py",
-    "testing/process.py",
+    "launching/process.py",
 )  # fmt: skip
 EARLIER_NAMES = tuple(
     f"planning/{name}.py" for name in ("cluster", "crossing", "cost", "model_zoo", "redistribution")

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from commgrid.cli.commands import COMMANDS
 from commgrid.cli.output import guarded, is_completing
+from commgrid.cli.parser import COMMANDS
 from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.version import VERSION
@@ -98,7 +98,7 @@ def _parsers(
     commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name in wanted:
-            importlib.import_module(f"commgrid.cli.{name}").add_parser(commands)
+            importlib.import_module(f"commgrid.cli.commands.{name}").add_parser(commands)
         else:
             commands.add_parser(name, help=summary, add_help=False)
     return parser, commands.choices

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from commgrid.on_demand import on_demand
 
 if TYPE_CHECKING:
-    from commgrid.testing.leftovers import Snapshot
-    from commgrid.testing.on_grids import GridsDiffer, RanksWait, finishes, grids, same_on_grids
-    from commgrid.testing.ranks import Outcome, Ranks, RanksFailed, run_on_ranks
-    from commgrid.testing.variables import free_port
+    from commgrid.launching.leftovers import Snapshot
+    from commgrid.launching.local_ranks import Outcome, Ranks, RanksFailed, run_on_ranks
+    from commgrid.launching.variables import free_port
+    from commgrid.testing.assertions import GridsDiffer, RanksWait, finishes, grids, same_on_grids
 
 __all__ = [
     "GridsDiffer", "Outcome", "Ranks", "RanksFailed", "RanksWait", "Snapshot", "finishes",
@@ -24,17 +24,17 @@ __all__ = [
 ]  # fmt: skip
 
 _WHERE = {
-    "GridsDiffer": "commgrid.testing.on_grids",
-    "RanksWait": "commgrid.testing.on_grids",
-    "finishes": "commgrid.testing.on_grids",
-    "grids": "commgrid.testing.on_grids",
-    "same_on_grids": "commgrid.testing.on_grids",
-    "Outcome": "commgrid.testing.ranks",
-    "Ranks": "commgrid.testing.ranks",
-    "RanksFailed": "commgrid.testing.ranks",
-    "Snapshot": "commgrid.testing.leftovers",
-    "free_port": "commgrid.testing.variables",
-    "run_on_ranks": "commgrid.testing.ranks",
+    "GridsDiffer": "commgrid.testing.assertions",
+    "RanksWait": "commgrid.testing.assertions",
+    "finishes": "commgrid.testing.assertions",
+    "grids": "commgrid.testing.assertions",
+    "same_on_grids": "commgrid.testing.assertions",
+    "Outcome": "commgrid.launching.local_ranks",
+    "Ranks": "commgrid.launching.local_ranks",
+    "RanksFailed": "commgrid.launching.local_ranks",
+    "Snapshot": "commgrid.launching.leftovers",
+    "free_port": "commgrid.launching.variables",
+    "run_on_ranks": "commgrid.launching.local_ranks",
 }
 
 __getattr__, __dir__ = on_demand(globals(), _WHERE)

@@ -104,7 +104,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             if isinstance(value, OnEachRank):
                 pytest.fail(f"fixture {name!r} needs @pytest.mark.ranks(n)", pytrace=False)
         return None
-    from commgrid.testing.ranks import RanksFailed
+    from commgrid.launching.local_ranks import RanksFailed
 
     world_size = pyfuncitem.callspec.getparam("world_size")
     assert isinstance(world_size, int)  # _sizes has checked it
@@ -145,7 +145,7 @@ def _on_ranks(
         __tracebackhide__ = True
         import torch
 
-        from commgrid.testing.ranks import run_on_ranks
+        from commgrid.launching.local_ranks import run_on_ranks
 
         backend = config.getoption("--ranks-backend")
         if backend is None:
@@ -171,21 +171,22 @@ def _body(
     """Run a test's body on this rank; return the reason if it was skipped."""
     import torch.distributed as dist
 
-    import commgrid
-    from commgrid.testing.leftovers import nothing_left, snapshot
+    from commgrid.launching.leftovers import nothing_left, snapshot
+    from commgrid.runtime.registry import destroy
+    from commgrid.runtime.start import initialize
 
     before = snapshot()
     wanted = {name for name, value in arguments.items() if isinstance(value, OnEachRank)}
     with_grid = "grid" in wanted or bool(sizes)
     here: dict[str, Any] = {"rank": dist.get_rank()}
     if with_grid:
-        here["grid"] = commgrid.initialize(**sizes)
+        here["grid"] = initialize(**sizes)
     reason = None
     try:
         test(*args, **{**arguments, **{name: here[name] for name in wanted}})
     except pytest.skip.Exception as skipped:
         reason = str(skipped)
     if with_grid:
-        commgrid.destroy(here["grid"].name)
+        destroy(here["grid"].name)
     nothing_left(before.left())
     return reason

@@ -30,7 +30,7 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import nccl as torch_nccl
-from commgrid.torch_compat.all_to_all import fill_in_sizes
+from commgrid.torch_compat.nccl import fill_in_sizes
 from commgrid.torch_compat.world import (
     FAKE,
     is_initialized,

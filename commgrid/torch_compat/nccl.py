@@ -18,13 +18,16 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import SpecError
@@ -197,3 +200,35 @@ def check_device(key: str, backend: str, kind: str) -> None:
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); use gloo, or give "
             "it one"
         )
+
+
+_METHODS = ("alltoall_base", "all_to_all_single")  # torch 2.11 has the first, and later the other
+_groups: WeakSet[dist.ProcessGroup] = WeakSet()
+
+
+def fill_in_sizes(group: dist.ProcessGroup) -> None:
+    """From now on an all-to-all without sizes on this group is one of equal sizes."""
+    _groups.add(group)
+    for name in _METHODS:
+        method = vars(dist.ProcessGroup).get(name)
+        if method is not None and not hasattr(method, "fills_in_sizes"):
+            mended = _filling(getattr(dist.ProcessGroup, name))
+            mended.fills_in_sizes = True  # type: ignore[attr-defined]
+            setattr(dist.ProcessGroup, name, mended)
+
+
+def _filling(method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def call(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+        if group in _groups and len(args) >= 4 and not args[2] and not args[3]:
+            output, given, _, _, *more = args
+            args = (output, given, _shares(output, group), _shares(given, group), *more)
+        return method(group, *args, **options)
+
+    return call
+
+
+def _shares(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
+    """Of equal ranks; none where it cannot be shared equally, which torch then says."""
+    each, rest = divmod(tensor.shape[0] if tensor.dim() else 0, group.size())
+    return [] if rest or not each else [each] * group.size()

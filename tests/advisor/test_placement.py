@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from commgrid.cli.plan_model import given_step, spec_of
+from commgrid.cli.commands.plan_model import given_step, spec_of
 from commgrid.cost_model.calibration import CALIBRATION
 from commgrid.cost_model.cluster import CLUSTERS, Cluster
 from commgrid.cost_model.collective import bus_factor, collective_time

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from commgrid.cli import main
+from commgrid.cli.commands.diff import compare
 from commgrid.cost_model.cluster import CLUSTERS
-from commgrid.planning.diff import compare
 from commgrid.planning.spec import GridSpec
 
 NOTHING = "would change nothing; it"

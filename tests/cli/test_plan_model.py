@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commgrid.cli import main
-from commgrid.cli.plan_model import start_lines
+from commgrid.cli.commands.plan_model import start_lines
 from commgrid.cost_model.config import ORDERS, ParallelConfig
 from commgrid.cost_model.model import MODELS
 from commgrid.planning.spec import GridSpec

@@ -106,5 +106,5 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*args: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("commgrid.cli.plan.as_text", stopped)
+    monkeypatch.setattr("commgrid.cli.commands.plan.as_text", stopped)
     assert main(["plan", "--tp", "2", "--world-size", "4"]) == 130

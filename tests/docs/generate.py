@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid.errors
 from commgrid import cli
-from commgrid.cli.commands import COMMANDS
+from commgrid.cli.parser import COMMANDS
 from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
 from tests.docs.pages import DOCS
 

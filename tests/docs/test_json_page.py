@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from commgrid import cli
+from commgrid.audit.auditing import Audit
+from commgrid.audit.dry import Dry
+from commgrid.audit.finding import Comparison, Finding
 from commgrid.cli.output import JSON_VERSION, as_json
-from commgrid.observe.audit.auditing import Audit
-from commgrid.observe.audit.dry import Dry
-from commgrid.observe.audit.findings import Comparison, Finding
 from commgrid.resharding.traffic import Traffic
 from commgrid.testing import run_on_ranks
 from tests.docs.pages import DOCS, entries

@@ -8,10 +8,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from commgrid.audit import child
+from commgrid.audit.compare import Seen, compare
+from commgrid.audit.finding import Comparison
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
-from commgrid.observe.audit import child
-from commgrid.observe.audit.compare import Seen, compare
-from commgrid.observe.audit.findings import Comparison
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing import run_on_ranks
 

@@ -14,12 +14,12 @@ import torch
 
 import commgrid
 from commgrid import GridSpec, SpecError, cli
-from commgrid.observe.audit import launching
-from commgrid.observe.audit.auditing import Audit
-from commgrid.observe.audit.compare import compare
-from commgrid.observe.audit.findings import KINDS, Comparison, Finding
-from commgrid.observe.audit.joined import Ranks, join, ratio, relative
-from commgrid.observe.audit.records import LARGEST, About, thin_shape, thinned
+from commgrid.audit.assemble import Ranks, join, ratio, relative
+from commgrid.audit.auditing import Audit
+from commgrid.audit.compare import compare
+from commgrid.audit.finding import KINDS, Comparison, Finding
+from commgrid.audit.records import LARGEST, About, thin_shape, thinned
+from commgrid.launching import script as launching
 from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
 from commgrid.testing import run_on_ranks
 from tests.observe.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug

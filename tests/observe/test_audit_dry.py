@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from commgrid import cli
+from commgrid.audit import child
 from commgrid.call_records import files as trace_files
-from commgrid.observe.audit import child
 from commgrid.planning.audited import VARIABLE
 from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks

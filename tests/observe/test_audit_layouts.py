@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from commgrid.observe.audit.compare import Seen, compare
+from commgrid.audit.compare import Seen, compare
 from tests.observe.audited import EXAMPLES, MEGATRON, TEXT, TRAIN, seen_on
 
 DENSE = (

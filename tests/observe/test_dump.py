@@ -6,7 +6,6 @@ import faulthandler
 import json
 import os
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ from commgrid.call_analysis import diagnosis
 from commgrid.call_records import processes
 from commgrid.call_records.processes import Process
 from commgrid.cli import main
+from commgrid.cli.commands import dump
 from commgrid.testing import run_on_ranks
 from tests.waiting import comes, until_waits
 
@@ -140,7 +140,7 @@ def test_a_handler_that_came_later_stays() -> None:
 def test_a_rank_that_says_nothing_is_status_1(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["commgrid.cli.dump"], "running", lambda: [of(0, answers=False)])
+    monkeypatch.setattr(dump, "running", lambda: [of(0, answers=False)])
     assert main(["dump", "-o", str(tmp_path)]) == 1
     assert "no stacks of rank 0: the program handles SIGUSR1 itself" in capsys.readouterr().out
     assert main(["dump", "--timeout", "0"]) == 2

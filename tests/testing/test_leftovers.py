@@ -16,8 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import commgrid
+from commgrid.launching.leftovers import Snapshot, snapshot
 from commgrid.testing import run_on_ranks
-from commgrid.testing.leftovers import Snapshot, snapshot
 
 
 @pytest.fixture
@@ -235,7 +235,7 @@ def test_a_clean_program_leaves_nothing(starts_world: bool) -> None:
 def test_torch_is_not_imported_for_it() -> None:
     program = (
         "import sys\n"
-        "from commgrid.testing.leftovers import snapshot\n"
+        "from commgrid.launching.leftovers import snapshot\n"
         "assert snapshot().left() == []\n"
         "assert 'torch' not in sys.modules\n"
     )

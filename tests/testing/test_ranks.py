@@ -24,7 +24,7 @@ def waits_for_the_other(rank: int) -> None:
 
 
 def test_the_rank_that_failed_first_is_printed_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("commgrid.testing.ranks.GRACE", 1.0)
+    monkeypatch.setattr("commgrid.launching.local_ranks.GRACE", 1.0)
     with pytest.raises(RanksFailed) as failed:
         run_on_ranks(waits_for_the_other, 3, per_rank=[(0,), (1,), (2,)], backend=None)
     said = str(failed.value)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import CommGridError
-from commgrid.observe.audit.parameters import audited_parameters
+from commgrid.audit.parameters import audited_parameters
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
 from tests import megatron_layers

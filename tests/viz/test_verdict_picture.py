@@ -10,7 +10,7 @@ import pytest
 from commgrid.call_analysis.program import Step
 from commgrid.call_analysis.verification import Call, Group, check
 from commgrid.cli import main
-from commgrid.cli import verify as command
+from commgrid.cli.commands import verify as command
 from commgrid.viz.figure import ALERT, drawing
 from commgrid.viz.verdict_picture import MOST, arrows, draw_verdict, rows_of
 

@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         if given is not None:
             raise SpecError(f"{flag} is about --dry; the sizes of each grid say its ranks")
     grids = [AuditedGrid.parse(text) for text in args.grids]
-    from commgrid.observe.audit.auditing import audit
+    from commgrid.audit.auditing import audit
 
     found = audit(
         args.script, grids, args.rest, steps=args.steps, tolerance=args.tolerance,
@@ -104,7 +104,7 @@ def _dry(args: argparse.Namespace) -> int:
         raise SpecError("--dry records one grid in a folder; give one --grid, and -o DIR")
     grid = AuditedGrid.parse(args.grids[0], args.world_size)
     ranks = None if args.ranks is None else as_ranks(args.ranks)
-    from commgrid.observe.audit.dry import dry
+    from commgrid.audit.dry import dry
 
     found = dry(
         args.script, grid, args.rest, args.output, ranks=ranks, timeout=args.timeout

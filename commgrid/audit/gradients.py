@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commgrid.observe.audit.joined import (
+from commgrid.audit.assemble import (
     Axes,
     Joined,
     Ranks,
@@ -14,7 +14,7 @@ from commgrid.observe.audit.joined import (
     relative,
     summed,
 )
-from commgrid.observe.audit.records import Chunks
+from commgrid.audit.records import Chunks
 
 
 @dataclass(frozen=True)

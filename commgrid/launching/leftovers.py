@@ -69,7 +69,7 @@ def snapshot(store: Any = None) -> Snapshot:
 
     Example:
         >>> import os
-        >>> from commgrid.testing.leftovers import snapshot
+        >>> from commgrid.launching.leftovers import snapshot
         >>> before = snapshot()
         >>> os.environ["MODE"] = "fast"
         >>> before.left()

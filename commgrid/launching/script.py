@@ -48,7 +48,7 @@ def run_on_grid(
     """
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone",
-        f"--nproc-per-node={grid.world_size}", "-m", "commgrid.observe.audit.child",
+        f"--nproc-per-node={grid.world_size}", "-m", "commgrid.audit.child",
         str(folder), str(steps), str(beginning or ""), str(script), *flags, *grid.flags,
     ]  # fmt: skip
     environ = {**os.environ, VARIABLE: grid.variable}

@@ -1,6 +1,6 @@
 """Runs a program as its launcher would have, with an observer beside it.
 
-torchrun … -m commgrid.observe.audit.child FOLDER STEPS BEGINNING train.py --its --flags
+torchrun … -m commgrid.audit.child FOLDER STEPS BEGINNING train.py --its --flags
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from commgrid.observe.audit.observer import Observer
+from commgrid.audit.observer import Observer
 
 
 def main(argv: list[str]) -> None:

@@ -23,12 +23,8 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
-from commgrid.data_parallel.reducer import GradientReducer
-from commgrid.data_parallel.slot import KeptGradient, owner_of
-from commgrid.equality.digest import digest
-from commgrid.errors import CommGridError
-from commgrid.observe.audit.parameters import AuditedParameter, audited_parameters, names_of
-from commgrid.observe.audit.records import (
+from commgrid.audit.parameters import AuditedParameter, audited_parameters, names_of
+from commgrid.audit.records import (
     About,
     StepRecord,
     all_done,
@@ -38,7 +34,11 @@ from commgrid.observe.audit.records import (
     write_about,
     write_step,
 )
-from commgrid.observe.audit.reductions import Reductions
+from commgrid.audit.reductions import Reductions
+from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.data_parallel.slot import KeptGradient, owner_of
+from commgrid.equality.digest import digest
+from commgrid.errors import CommGridError
 from commgrid.pipeline import Pipeline
 from commgrid.runtime.registry import get_grid, is_initialized
 from commgrid.torch_compat import autograd_nodes

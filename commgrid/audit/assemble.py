@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from commgrid.observe.audit.records import About, Chunks, thin_shape
+from commgrid.audit.records import About, Chunks, thin_shape
 
 Axes = tuple[str, ...]
 

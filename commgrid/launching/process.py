@@ -117,7 +117,7 @@ def _start_world(task: Task) -> None:
 def _call(task: Task) -> Any:
     import torch.distributed as dist
 
-    from commgrid.testing.leftovers import nothing_left, snapshot
+    from commgrid.launching.leftovers import nothing_left, snapshot
 
     if not task.check:
         return task.function(*task.args)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from commgrid.observe.audit.findings import Finding
-from commgrid.observe.audit.joined import Axes, Ranks
-from commgrid.observe.audit.records import StepRecord
+from commgrid.audit.assemble import Axes, Ranks
+from commgrid.audit.finding import Finding
+from commgrid.audit.records import StepRecord
 
 Records = Mapping[int, StepRecord]
 Table = dict[str, list[float]]

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from commgrid.audit.compare import Seen, compare
+from commgrid.audit.finding import Comparison, Finding
 from commgrid.errors import SpecError
-from commgrid.observe.audit.compare import Seen, compare
-from commgrid.observe.audit.findings import Comparison, Finding
-from commgrid.observe.audit.launching import run_on_grid
+from commgrid.launching.script import run_on_grid
 from commgrid.planning.audited import AuditedGrid
 
 _SHOWN = 8

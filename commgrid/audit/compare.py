@@ -10,11 +10,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from commgrid.observe.audit.findings import Comparison, Finding
-from commgrid.observe.audit.forward import Forward
-from commgrid.observe.audit.gradients import Case
-from commgrid.observe.audit.joined import Joined, Ranks, join, ratio, relative, shape_of
-from commgrid.observe.audit.records import (
+from commgrid.audit.assemble import Joined, Ranks, join, ratio, relative, shape_of
+from commgrid.audit.finding import Comparison, Finding
+from commgrid.audit.forward import Forward
+from commgrid.audit.gradients import Case
+from commgrid.audit.records import (
     About,
     Chunks,
     StepRecord,

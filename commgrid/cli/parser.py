@@ -1,4 +1,4 @@
-"""Types of flags: from a word of the command line to its value, or an error that says what fits."""
+"""The commands with what each is for, and the types of flags: from a word to its value."""
 
 from __future__ import annotations
 
@@ -10,6 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from commgrid.layout.axis_names import nearest
+
+COMMANDS = {
+    "plan": "groups, sizes, communicators, and what start-up will cost",
+    "explain": "one rank's coordinate, and its peers in every group",
+    "check": "under torchrun or srun: start the grid and try every communicator",
+    "show": "pictures of a grid, a pipeline's schedule, a sharding, or a transfer",
+    "presets": "grids that others use, by name; any of them as YAML",
+    "diff": "what changes between two grids: sizes, names, neighbours, communicators",
+    "bench": "under torchrun or srun: latency and bandwidth of every communicator",
+    "trace": "what ranks have recorded: a table, a page, or a file for Perfetto",
+    "diagnose": "which rank a job waits for, and in which call",
+    "dump": "where each rank of a job on this host is, and its last calls",
+    "verify": "whether what ranks have recorded can finish, under NCCL's rules and gloo's",
+    "audit": "run a training script on several grids, and say where they part",
+}
 
 Whole = Callable[[str], int]
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

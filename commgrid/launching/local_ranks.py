@@ -24,8 +24,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from commgrid.testing.process import MAY_END, RETURNED, Task, run_rank
-from commgrid.testing.variables import free_port, launcher_variables
+from commgrid.launching.process import MAY_END, RETURNED, Task, run_rank
+from commgrid.launching.variables import free_port, launcher_variables
 
 TIMEOUT = 240.0
 GRACE = 30.0
@@ -98,7 +98,7 @@ class Ranks:
         method: "fork", or "spawn" where the function uses CUDA.
         killable: whether a rank that a signal ends is no failure; the others run on, and end as
             programs do, with their exit handlers.
-        check: whether leftovers of a rank are an error (see `commgrid.testing.leftovers`); by
+        check: whether leftovers of a rank are an error (see `commgrid.launching.leftovers`); by
             default unless `killable`. The function is a whole program: its grids and process
             groups end with it.
     """

@@ -14,19 +14,19 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from commgrid.audit.auditing import Audit
+from commgrid.audit.compare import Seen, compare
+from commgrid.audit.dry import record
+from commgrid.audit.finding import Comparison
+from commgrid.audit.observer import Observer
+from commgrid.audit.records import all_done
 from commgrid.call_analysis.program import crossed_group, from_traces, whole
 from commgrid.call_analysis.rules import RULES
 from commgrid.call_analysis.verification import check
 from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError, SpecError
-from commgrid.observe.audit.auditing import Audit
-from commgrid.observe.audit.compare import Seen, compare
-from commgrid.observe.audit.dry import record
-from commgrid.observe.audit.findings import Comparison
-from commgrid.observe.audit.observer import Observer
-from commgrid.observe.audit.records import all_done
+from commgrid.launching.local_ranks import run_on_ranks
 from commgrid.planning.audited import VARIABLE, AuditedGrid
-from commgrid.testing.ranks import run_on_ranks
 from commgrid.torch_compat import world as torch_world
 
 

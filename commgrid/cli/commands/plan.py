@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from commgrid.cli import plan_options
-from commgrid.cli.flags import file_of
+from commgrid.cli.commands import plan_options
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -21,6 +20,7 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import columns, give, write_grid, written
+from commgrid.cli.parser import file_of
 from commgrid.cost_model.calibration import NCCL_GB, SOURCES
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import listed_ranks
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if path.suffix in SUFFIXES and not has_steps:
             raise SpecError(f"-o {path}: a picture is of a step's time; add --model NAME")
     if has_steps:
-        from commgrid.cli import plan_model  # only a step needs it
+        from commgrid.cli.commands import plan_model  # only a step needs it
 
         return plan_model.run(args)
     refuse_unused(args, plan_options.FLAGS, "says how a step of a model is run; give --model NAME")
@@ -142,7 +142,7 @@ def as_json(
     held, connecting = _counts(spec)
     placed: dict[str, Any] = {}
     if cluster is not None:
-        from commgrid.cli import plan_cluster
+        from commgrid.cli.commands import plan_cluster
 
         placed = plan_cluster.as_json(spec, cluster)
     return {
@@ -186,7 +186,7 @@ def as_text(
     found: Mapping[str, Crossing] = {}
     below: list[str] = []
     if cluster is not None:
-        from commgrid.cli import plan_cluster
+        from commgrid.cli.commands import plan_cluster
         from commgrid.cost_model.crossing import find_crossings
 
         found = find_crossings(spec, cluster)

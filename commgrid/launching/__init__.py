@@ -1,0 +1,1 @@
+"""Ranks that are started from here: for tests, audits and dry runs, and what they leave behind."""
