@@ -33,7 +33,7 @@ Shape = Sequence[int]
 
 
 @dataclass(frozen=True)
-class Transfer:
+class RedistributionStep:
     """One step of a redistribution.
 
     Args:
@@ -204,7 +204,9 @@ class ShardingSpec:
             shape=tensor.shape, stride=tensor.stride(),
         )  # fmt: skip
 
-    def plan(self, source: ShardingSpec, shape: Shape, dtype: torch.dtype) -> list[Transfer]:
+    def plan(
+        self, source: ShardingSpec, shape: Shape, dtype: torch.dtype
+    ) -> list[RedistributionStep]:
         """What torch will do to bring a tensor from another spec to this one.
 
         Args:
@@ -232,7 +234,9 @@ class ShardingSpec:
             numel = {"piece": piece, "whole": whole, "same": numel}[after]
             name = (mesh.mesh_dim_names or ())[step.mesh_dim]
             found.append(
-                Transfer(kind if ranks > 1 else "local", name, ranks, sent * dtype.itemsize)
+                RedistributionStep(
+                    kind if ranks > 1 else "local", name, ranks, sent * dtype.itemsize
+                )
             )
         return found
 

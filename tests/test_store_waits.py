@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from commgrid.rendezvous.op import Add, StoreLostError, Wait
+from commgrid.rendezvous.op import Add, StoreLostError, WaitKey
 from commgrid.store import client as patient
 from commgrid.store import key_wait as roll
 from commgrid.store.client import SilentStoreError, served
@@ -53,7 +53,7 @@ def test_a_wait_for_another_key_ends_the_one_before(store: Any) -> None:
 
 def test_others_wait_on_for_the_same_key(store: Any) -> None:
     def waits() -> Any:
-        return (yield Wait("key", time.monotonic() + 60.0))
+        return (yield WaitKey("key", time.monotonic() + 60.0))
 
     found: list[Any] = []
     other = threading.Thread(target=lambda: found.append(StoreDriver(store, MANY).run(waits())))

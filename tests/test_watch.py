@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.failures import named_failures
-from commgrid.health.channel import Links, _logged, neighbours_of
+from commgrid.health.channel import ControlChannel, _logged, neighbours_of
 from commgrid.health.detector import Watch
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.hosts import outward_address
@@ -258,7 +258,7 @@ class Two:
         self.heard: list[tuple[int, Any]] = []
         self.lost: list[tuple[int, int, str]] = []
         self.links = [
-            Links(
+            ControlChannel(
                 me, range(2), address, silent_after,
                 hear=partial(self._hear, me), lost=partial(self._lose, me),
                 look=lambda: None,
@@ -315,7 +315,7 @@ def test_a_refusal_by_this_host_says_nothing_about_another(monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
     lost: list[tuple[int, str]] = []
-    made = Links(
+    made = ControlChannel(
         0, range(2), "127.0.0.1", 60.0,
         hear=lambda message: None, lost=lambda rank, how: lost.append((rank, how)),
         look=lambda: None,

@@ -93,7 +93,7 @@ def ratio(value: Tensor, reference: Tensor, tolerance: float) -> float | None:
     return factor
 
 
-class Ranks:
+class GridRanks:
     """Where the ranks of one grid are along its axes.
 
     Args:
@@ -147,7 +147,7 @@ class Ranks:
 
 
 def summed(
-    held: Mapping[int, Chunks], ranks: Ranks, axes: Axes, region: str = "dense"
+    held: Mapping[int, Chunks], ranks: GridRanks, axes: Axes, region: str = "dense"
 ) -> dict[int, Chunks]:
     """Each rank's chunks added up with those of the ranks along some axes, as a collective would.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.audit.compare import Seen, compare
-from commgrid.audit.finding import Comparison, Finding
+from commgrid.audit.finding import Comparison, Divergence
 from commgrid.errors import SpecError
 from commgrid.launching.script import run_on_grid
 from commgrid.planning.audited import AuditedGrid
@@ -73,7 +73,7 @@ def _paragraph(comparison: Comparison, reference: Comparison) -> list[str]:
         when = f"at step {step}" if step else "before step 1"
         whom = "copies differ" if is_reference else f"differs from {reference.grid}"
         lines = [f"{comparison.grid} {whom} {when}"]
-        alike: dict[tuple[str, ...], list[Finding]] = {}
+        alike: dict[tuple[str, ...], list[Divergence]] = {}
         for finding in comparison.findings:
             key = (finding.what, finding.kind, *finding.axes)
             alike.setdefault(key, []).append(finding)

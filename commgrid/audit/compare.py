@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from commgrid.audit.assemble import Joined, Ranks, join, ratio, relative, shape_of
-from commgrid.audit.finding import Comparison, Finding
-from commgrid.audit.forward import Forward
+from commgrid.audit.assemble import GridRanks, Joined, join, ratio, relative, shape_of
+from commgrid.audit.finding import Comparison, Divergence
+from commgrid.audit.forward import ForwardStep
 from commgrid.audit.gradients import Case
 from commgrid.audit.records import (
     About,
@@ -42,12 +42,12 @@ class Seen:
     grid: str
     folder: Path
     about: list[About] = field(init=False)
-    ranks: Ranks = field(init=False)
+    ranks: GridRanks = field(init=False)
     parameters: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
         self.about = read_about(self.folder)
-        self.ranks = Ranks(self.about)
+        self.ranks = GridRanks(self.about)
         self.parameters = {k: v for each in self.about for k, v in each.parameters.items()}
 
     @property
@@ -72,7 +72,7 @@ def compare(reference: Seen, other: Seen, tolerance: float | None = None) -> Com
     limit = tolerance or TOLERANCES.get(other.dtype, _ROUGH)
     work = _Work(reference, other, limit)
     steps = min(reference.steps, other.steps)
-    findings: list[Finding] = list(work.begins())
+    findings: list[Divergence] = list(work.begins())
     step = 0
     while not findings and step < steps:
         step += 1
@@ -94,20 +94,20 @@ class _Work:
         self._share = share
         self._noisy: dict[str, Any] = {}  # elements whose gradients were rounding alone
 
-    def begins(self) -> Iterator[Finding]:
+    def begins(self) -> Iterator[Divergence]:
         """Weights and buffers before the first step."""
         theirs, mine = read_step(self.reference.folder, 0), read_step(self.other.folder, 0)
         yield from self._weights(0, theirs, mine, "seed")
         yield from self._buffers(0, theirs, mine)
 
-    def step(self, step: int) -> Iterator[Finding]:
+    def step(self, step: int) -> Iterator[Divergence]:
         """Return the findings of one step, the first difference with its likely cause."""
         theirs, mine = read_step(self.reference.folder, step), read_step(self.other.folder, step)
         losses = [*self._losses(step, theirs, mine)]
         hard = [*losses, *self._gradients(step, theirs, mine)]
         hard = hard or [*self._weights(step, theirs, mine, "update")]
         hard = hard or [*self._buffers(step, theirs, mine)]
-        forward = Forward(self.other.grid, step, self.other.ranks, theirs, mine, self.tolerance)
+        forward = ForwardStep(self.other.grid, step, self.other.ranks, theirs, mine, self.tolerance)
         soft = [*forward.drops(has_parted=bool(hard))]
         if hard:
             soft = soft or [*forward.inputs()]
@@ -119,7 +119,7 @@ class _Work:
 
     def _weights(
         self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord], kind: str
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Divergence]:
         wanted, found = self._all("weights", theirs, self.reference), self._all("weights", mine)
         floor = self._share * _usual(wanted.values())
         for name, joined in found.items():
@@ -140,7 +140,7 @@ class _Work:
     def _full(
         self, step: int, what: str, name: str, kind: str, wanted: Joined, joined: Joined,
         floor: float,
-    ) -> Iterator[Finding]:  # fmt: skip
+    ) -> Iterator[Divergence]:  # fmt: skip
         lacking = int((wanted.has & ~joined.has).sum())
         if lacking:
             said = f"{lacking} of {wanted.full.numel()} elements are on no rank"
@@ -156,7 +156,7 @@ class _Work:
 
     def _gradients(
         self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Divergence]:
         wanted, found = self._all("after", theirs, self.reference), self._all("after", mine)
         floor = self._share * _usual(wanted.values())
         factors = {
@@ -167,7 +167,7 @@ class _Work:
         known = sorted(factor for factor in factors.values() if factor is not None)
         common = median_low(known) if known else 1.0
         arrived = dict.fromkeys(n for each in theirs.values() for n in each.arrived)
-        culprits: list[Finding] = []
+        culprits: list[Divergence] = []
         right: set[str] = set()
         for name in dict.fromkeys((*arrived, *wanted)):
             if name not in wanted:
@@ -196,7 +196,7 @@ class _Work:
     def _culprit(
         self, step: int, name: str, joined: Joined, wanted: Joined,
         mine: Mapping[int, StepRecord], common: float, floor: float, passed: list[list[str]],
-    ) -> Finding:  # fmt: skip
+    ) -> Divergence:  # fmt: skip
         region = self.other.parameters[name][1]
         reduced = {rank: each.reduced.get(name, []) for rank, each in mine.items()}
         before = {rank: each.before[name] for rank, each in mine.items() if name in each.before}
@@ -215,7 +215,7 @@ class _Work:
             step, "gradient", name, verdict.kind, verdict.axes, difference, verdict.words, calls
         )
 
-    def _all_scaled(self, step: int, common: float, mine: Mapping[int, StepRecord]) -> Finding:
+    def _all_scaled(self, step: int, common: float, mine: Mapping[int, StepRecord]) -> Divergence:
         """Every gradient by one factor, which may be a group's size."""
         ranks, said = self.other.ranks, f"each is {common:.6g} times {self.reference.grid}'s"
         axes: tuple[str, ...] = ()
@@ -233,7 +233,7 @@ class _Work:
 
     def _buffers(
         self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Divergence]:
         wanted, found = _buffers_of(theirs), _buffers_of(mine)
         for name, held in found.items():
             shape = _whole_shape(held)
@@ -256,7 +256,7 @@ class _Work:
 
     def _losses(
         self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
-    ) -> Iterator[Finding]:
+    ) -> Iterator[Divergence]:
         """The sum of the losses; means over parts add up to as many as there are."""
         wanted, _ = _losses_of(theirs, self.reference.ranks)
         found, apart = _losses_of(mine, self.other.ranks)
@@ -301,9 +301,9 @@ class _Work:
     def _finding(
         self, step: int, what: str, name: str, kind: str, axes: tuple[str, ...], difference: float,
         words: str, calls: Iterable[Sequence[str]] = (),
-    ) -> Finding:  # fmt: skip
+    ) -> Divergence:  # fmt: skip
         seen = dict.fromkeys((call[0], call[1], call[2]) for call in calls)
-        return Finding(
+        return Divergence(
             self.other.grid, step, what, name, kind, axes, difference, words, tuple(seen)
         )  # fmt: skip
 
@@ -370,7 +370,7 @@ def _whole_shape(held: Mapping[int, Chunks]) -> tuple[int, ...]:
 
 
 def _losses_of(
-    records: Mapping[int, StepRecord], ranks: Ranks
+    records: Mapping[int, StepRecord], ranks: GridRanks
 ) -> tuple[list[float], dict[tuple[int, int], float]]:
     """A loss for each part of the data, and ranks that should have the same and have not."""
     first: dict[tuple[tuple[str, int], ...], tuple[int, float]] = {}

@@ -30,7 +30,7 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Divergence:
     """One thing that parts.
 
     Args:
@@ -89,7 +89,7 @@ class Comparison:
     grid: str
     steps: int
     compared: dict[str, int] = field(default_factory=dict)
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[Divergence, ...] = ()
     largest: float = 0.0
     notes: tuple[str, ...] = ()
     tolerance: float = 0.0

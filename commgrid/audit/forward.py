@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
 
-from commgrid.audit.assemble import Axes, Ranks
-from commgrid.audit.finding import Finding
+from commgrid.audit.assemble import Axes, GridRanks
+from commgrid.audit.finding import Divergence
 from commgrid.audit.records import StepRecord
 
 Records = Mapping[int, StepRecord]
@@ -22,7 +22,7 @@ _MODEL_AXES = ("tp", "pp")  # along which ranks are given the same data
 
 
 @dataclass(frozen=True)
-class Forward:
+class ForwardStep:
     """One step's forward on a grid, beside the reference's.
 
     Args:
@@ -35,12 +35,12 @@ class Forward:
 
     grid: str
     step: int
-    ranks: Ranks
+    ranks: GridRanks
     theirs: Records
     mine: Records
     tolerance: float
 
-    def drops(self, *, has_parted: bool) -> Iterator[Finding]:
+    def drops(self, *, has_parted: bool) -> Iterator[Divergence]:
         """Dropout that is the same or not where it should not be."""
         for axis in self.ranks.axes():
             if axis == "pp":
@@ -69,7 +69,7 @@ class Forward:
                     return key.partition(" ")[2], kind
         return None
 
-    def inputs(self) -> Iterator[Finding]:
+    def inputs(self) -> Iterator[Divergence]:
         """Inputs of the model that are not the same data."""
         wanted, found = _total(self.theirs, _inputs), _total(self.mine, _inputs)
         for name in found:
@@ -89,7 +89,7 @@ class Forward:
             yield self._finding("input", name, "batch", axes, said)
             return
 
-    def modules(self) -> Iterator[Finding]:
+    def modules(self) -> Iterator[Divergence]:
         """The first module whose output is another one; those after it follow from it."""
         wanted, found = _total(self.theirs, _modules), _total(self.mine, _modules)
         for key, reference in wanted.items():
@@ -103,7 +103,7 @@ class Forward:
                 tuple(call) for each in self.mine.values() for call in each.within.get(name, ())
             }
             kind, axes, said = self._looks_like(found[key], reference)
-            yield Finding(
+            yield Divergence(
                 self.grid, self.step, "module", name, kind, axes, difference, said,
                 tuple(sorted(calls)),  # type: ignore[arg-type]
             )  # fmt: skip
@@ -132,8 +132,8 @@ class Forward:
             if {one, other} <= set(self.ranks.where) and other in self.ranks.along(one, (axis,)):
                 yield one, other
 
-    def _finding(self, what: str, name: str, kind: str, axes: Axes, words: str) -> Finding:
-        return Finding(self.grid, self.step, what, name, kind, axes, 1.0, words)
+    def _finding(self, what: str, name: str, kind: str, axes: Axes, words: str) -> Divergence:
+        return Divergence(self.grid, self.step, what, name, kind, axes, 1.0, words)
 
 
 _WORDS = {

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from commgrid.audit.assemble import (
     Axes,
+    GridRanks,
     Joined,
-    Ranks,
     join,
     ratio,
     relative,
@@ -18,7 +18,7 @@ from commgrid.audit.records import Chunks
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Cause:
     """The likely cause.
 
     Args:
@@ -53,7 +53,7 @@ class Case:
     after: Joined
     before: Mapping[int, Chunks]
     reference: Joined
-    ranks: Ranks
+    ranks: GridRanks
     region: str
     tolerance: float
     common: float
@@ -62,7 +62,7 @@ class Case:
     beside: Mapping[int, Chunks] = field(default_factory=dict)
     passed: Sequence[Sequence[str]] = ()
 
-    def judge(self) -> Verdict:
+    def judge(self) -> Cause:
         """The first explanation that fits."""
         if self.after.apart:
             return self._copies()
@@ -76,7 +76,7 @@ class Case:
         """Tolerance of a classification: above rounding, below chance."""
         return max(10 * self.tolerance, 1e-6)
 
-    def _copies(self) -> Verdict:
+    def _copies(self) -> Cause:
         """Ranks that have other copies: parts of a sum, or anything else."""
         axes = self.ranks.axes_between(self.after.apart, self.region)
         added = summed(self.after.chunks, self.ranks, axes, self.region)
@@ -85,12 +85,12 @@ class Case:
         if ratio(total.full, self.reference.full, self._loose) is not None:
             seen = self._groups()
             if seen:
-                return Verdict(
+                return Cause(
                     "wrong group", axes,
                     f"summed over {seen}, and not over {over}: the sum over {over} of what its "
                     "ranks have is the reference's",
                 )  # fmt: skip
-            return Verdict(
+            return Cause(
                 "not reduced", axes,
                 f"its ranks have {self.ranks.size(axes, self.region)} different gradients, whose "
                 "sum is the reference's",
@@ -98,9 +98,9 @@ class Case:
         found = self._reduction()
         if found.kind in ("wrong group", "not reduced"):
             return found
-        return Verdict("copies", axes, "its ranks have different gradients, which add up to none")
+        return Cause("copies", axes, "its ranks have different gradients, which add up to none")
 
-    def _factor(self, factor: float) -> Verdict:
+    def _factor(self, factor: float) -> Cause:
         """All of it is the reference's times a number."""
         said = f"{factor:.6g} times the reference's"
         calls = [*self.passed, *(call for seen in self.reduced.values() for call in seen)]
@@ -110,25 +110,25 @@ class Case:
         for axes in sorted(subsets, key=lambda axes: not any("_".join(axes) in n for n in names)):
             size = self.ranks.size(axes, self.region)
             if abs(factor / size - 1) < self._loose:
-                return Verdict("reduced twice", axes, f"{said}, the size of {'_'.join(axes)}")
+                return Cause("reduced twice", axes, f"{said}, the size of {'_'.join(axes)}")
             if abs(factor * size - 1) < self._loose:
-                return Verdict(
+                return Cause(
                     "not reduced", axes,
                     f"{said}: one over the size of {'_'.join(axes)}; all its ranks have the same, "
                     "and it is their sum that the reference has",
                 )  # fmt: skip
-        return Verdict("scaled", (), said)
+        return Cause("scaled", (), said)
 
-    def _reduction(self) -> Verdict:
+    def _reduction(self) -> Cause:
         """The ranks over which the gradient was summed, and those over which it should be."""
         is_sum = self._is_sum()
         should_be = self._should_be()
         if should_be is None:
             known = "what each rank's backward has found adds up to the reference's over no group"
-            return Verdict("backward", self.ranks.axes(self.region), known)
+            return Cause("backward", self.ranks.axes(self.region), known)
         wanted = f"the sum over {', '.join(should_be)}" if should_be else "one rank's alone"
         if is_sum is None:
-            return Verdict(
+            return Cause(
                 "unknown", should_be,
                 f"the reference's is {wanted}; this is no sum of the ranks' gradients",
             )  # fmt: skip
@@ -137,7 +137,7 @@ class Case:
             axis for axis in (*should_be, *is_sum) if (axis in should_be) != (axis in is_sum)
         )
         kind = "not reduced" if not is_sum else "wrong group"
-        return Verdict(kind, other, f"it is {found}; the reference's is {wanted}")
+        return Cause(kind, other, f"it is {found}; the reference's is {wanted}")
 
     def _is_sum(self) -> Axes | None:
         """The axes over which the ranks' gradients add up to the optimizer's."""

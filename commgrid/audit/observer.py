@@ -34,7 +34,7 @@ from commgrid.audit.records import (
     write_about,
     write_step,
 )
-from commgrid.audit.reductions import Reductions
+from commgrid.audit.reductions import ReductionListener
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.data_parallel.slot import KeptGradient, owner_of
 from commgrid.equality.digest import digest
@@ -77,7 +77,7 @@ class Observer:
         self._stack: list[nn.Module] = []
         self._hooked: set[int] = set()
         self._updated = self._is_settled = False
-        self._reductions = Reductions(self._inside)
+        self._reductions = ReductionListener(self._inside)
         self._undo: list[Callable[[], object]] = []
 
     def start(self) -> None:

@@ -23,7 +23,7 @@ class _Seen:
     memory: tuple[tuple[int, int], ...]
 
 
-class Reductions:
+class ReductionListener:
     """A listener that keeps a step's collectives.
 
     Args:

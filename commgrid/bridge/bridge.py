@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from commgrid.bridge.contract import Crossing, Facts, conclude
+from commgrid.bridge.contract import Contract, Facts, conclude
 from commgrid.bridge.exchange import Moving, shapes_of
-from commgrid.bridge.headers import Ledger
-from commgrid.bridge.links import Links
+from commgrid.bridge.headers import PendingGradients
+from commgrid.bridge.links import BridgeLinks
 from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
 from commgrid.collectives.first_order import first_order
 from commgrid.errors import (
@@ -142,9 +142,9 @@ class Bridge(nn.Module):
         self._stages = {"source": source_stage, "target": target_stage}
         self._copies = (copies,) if isinstance(copies, str) else tuple(copies)
         self._partial = (partial,) if isinstance(partial, str) else partial and tuple(partial)
-        self._links: Links | None = None
-        self._ledger = Ledger(self._about)
-        self._crossings: dict[bool, Crossing] = {}
+        self._links: BridgeLinks | None = None
+        self._ledger = PendingGradients(self._about)
+        self._crossings: dict[bool, Contract] = {}
         self._calls = 0
         self._meet(grids, deadline, limit, device)
         for grid in grids.values():
@@ -180,7 +180,7 @@ class Bridge(nn.Module):
                         timeout=max(limits, default=None) if timeout is None else timeout,
                         connect=True,
                     )  # fmt: skip
-                    self._links = Links(pair_group, cards, device)
+                    self._links = BridgeLinks(pair_group, cards, device)
                 pair.meet()
                 if pair_group is not None:
                     pair_group.connect_watch()
@@ -303,14 +303,14 @@ class Bridge(nn.Module):
             self._links = None
 
     @property
-    def _live(self) -> Links:
+    def _live(self) -> BridgeLinks:
         if self._links is None:
             raise GridDestroyedError(
                 f"{self._about} was destroyed, or one of its grids was; make it again"
             )
         return self._links
 
-    def _crossing(self, x: Tensor | None) -> Crossing:
+    def _crossing(self, x: Tensor | None) -> Contract:
         """The messages of such a call, from an earlier one or agreed on now."""
         facts = Facts.of(x, self.is_source, self._live.device, self._compares)
         known = None if self.dynamic else self._crossings.get(facts.records)
@@ -346,7 +346,7 @@ class _Crossing(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor | None, anchor: Tensor | None, bridge: Bridge, crossing: Crossing,
+        ctx: Any, x: Tensor | None, anchor: Tensor | None, bridge: Bridge, crossing: Contract,
         number: int,
     ) -> Tensor:  # fmt: skip
         ctx.bridge, ctx.crossing, ctx.number = bridge, crossing, number

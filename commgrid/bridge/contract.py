@@ -107,7 +107,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Crossing:
+class Contract:
     """The messages of every call, as long as shapes stay.
 
     Args:
@@ -130,7 +130,7 @@ class Crossing:
 
 def conclude(
     about: str, told: Mapping[int, Facts], source: GridSide, target: GridSide, rank: int
-) -> Crossing:
+) -> Contract:
     """Conclude the messages from all ranks' facts; if they do not fit, all raise the same error.
 
     Raises:
@@ -161,7 +161,7 @@ def conclude(
         arrives = tuple(sized)
     back = messages(receivers, senders, wanted, held, rank) if needs_grad else ()
     assert lead.dtype is not None
-    return Crossing(
+    return Contract(
         told[rank], lead.dtype, needs_grad, dims, arrives,
         messages(senders, receivers, held, wanted, rank), back,
     )  # fmt: skip

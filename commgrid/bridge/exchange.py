@@ -9,9 +9,9 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from commgrid.bridge.contract import Crossing
-from commgrid.bridge.headers import LENGTH, Ledger
-from commgrid.bridge.links import Addressed, Links
+from commgrid.bridge.contract import Contract
+from commgrid.bridge.headers import LENGTH, PendingGradients
+from commgrid.bridge.links import Addressed, BridgeLinks
 from commgrid.bridge.plan import BridgeMessage
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.sharding import take_runs
@@ -33,10 +33,10 @@ class Moving:
 
     def __init__(
         self,
-        links: Links,
-        ledger: Ledger,
+        links: BridgeLinks,
+        ledger: PendingGradients,
         number: int,
-        crossing: Crossing,
+        crossing: Contract,
         plan: Sequence[BridgeMessage],
         given: Tensor | None,
         shape: Sequence[int] | None,

@@ -24,11 +24,11 @@ _NONE = -1
 class Owed:
     """Belongs to the autograd node of one call; freed without a backward, it tells the ledger."""
 
-    def __init__(self, ledger: Ledger, call: int) -> None:
+    def __init__(self, ledger: PendingGradients, call: int) -> None:
         finalize(self, ledger.drop, call).atexit = False
 
 
-class Ledger:
+class PendingGradients:
     """Calls that wait for gradients here, and calls whose gradients were sent.
 
     Args:

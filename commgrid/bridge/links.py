@@ -58,7 +58,7 @@ class _Leaving:
     versions: list[int | None]
 
 
-class Links:
+class BridgeLinks:
     """The ranks on a bridge and their communicator; made on all of them at once.
 
     Args:

@@ -25,7 +25,7 @@ Positions = tuple[tuple[Ranges, ...], ...]
 
 
 @dataclass(frozen=True)
-class Side:
+class BridgeSide:
     """The ranks that hold a tensor's parts.
 
     Args:
@@ -44,7 +44,7 @@ class Side:
             found.setdefault((place, self.parts[rank]), []).append(rank)
         return {key: tuple(ranks) for key, ranks in sorted(found.items())}
 
-    def spread(self, own: Sequence[int], dims: Sequence[int]) -> Side:
+    def spread(self, own: Sequence[int], dims: Sequence[int]) -> BridgeSide:
         """The same side with places along further dims, in which it is not cut.
 
         Args:
@@ -55,7 +55,7 @@ class Side:
             rank: tuple(place[own.index(dim)] if dim in own else 0 for dim in dims)
             for rank, place in self.places.items()
         }
-        return Side(places, self.parts)
+        return BridgeSide(places, self.parts)
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def one_by_one(lengths: Iterable[int]) -> tuple[Ranges, ...]:
 
 
 def messages(
-    senders: Side, receivers: Side, held: Positions, wanted: Positions, rank: int
+    senders: BridgeSide, receivers: BridgeSide, held: Positions, wanted: Positions, rank: int
 ) -> tuple[BridgeMessage, ...]:
     """One rank's messages, with which every receiver gets all of its part.
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from commgrid.bridge.plan import Place, Side, even, one_by_one
+from commgrid.bridge.plan import BridgeSide, Place, even, one_by_one
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError
@@ -95,7 +95,7 @@ class GridSide:
 
     cuts: tuple[Cut, ...]
     sizes: tuple[int, ...]
-    side: Side
+    side: BridgeSide
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -205,4 +205,4 @@ def grid_side(
                 f"{what}: the sharding of dim {cut.dim} is over {cut.sharding.parts} ranks, group "
                 f"{cut.group!r} has {size}; give it parts={size}"
             )
-    return GridSide(tuple(cuts), sizes, Side(places, parts))
+    return GridSide(tuple(cuts), sizes, BridgeSide(places, parts))

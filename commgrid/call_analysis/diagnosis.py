@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.event import Ledger, PendingCall
 from commgrid.call_analysis.finding import Diagnosis, Finding, lasted, said
 from commgrid.call_analysis.mismatch import KINDS_OF_CALLS, mismatches
 from commgrid.call_analysis.program import crossed_group
@@ -112,13 +112,13 @@ def _order(finding: Finding) -> tuple[int, float]:
     return (0 if finding.kind in KINDS_OF_CALLS else late, finding.since)
 
 
-def _counts(ledger: Ledger, wait: Wait, patience: float) -> bool:
+def _counts(ledger: Ledger, wait: PendingCall, patience: float) -> bool:
     """Whether a wait is more than a moment's; what a rank that is gone leaves open always is."""
     gone = any(r not in ledger.traces or _is_gone(ledger, r, wait) for r in wait.absent)
     return wait.seconds is None or wait.seconds >= patience or gone
 
 
-def _is_gone(ledger: Ledger, rank: int, wait: Wait) -> bool:
+def _is_gone(ledger: Ledger, rank: int, wait: PendingCall) -> bool:
     """Whether a rank's process was over, or was killed about when a wait for it began.
 
     If all were killed at once, as by Ctrl-C, none of them was first.
@@ -132,10 +132,10 @@ def _is_gone(ledger: Ledger, rank: int, wait: Wait) -> bool:
 # -- where waiting ends ----------------------------------------------------------------
 
 
-def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
+def _ends(ledger: Ledger, graph: dict[int, list[PendingCall]]) -> Iterator[Finding]:
     """Where the waiting ends: at ranks that do not wait, and in circles."""
-    wanted: dict[tuple[int, Group, str, int], list[Wait]] = {}
-    unknown: dict[tuple[Group, str, int], list[Wait]] = {}
+    wanted: dict[tuple[int, Group, str, int], list[PendingCall]] = {}
+    unknown: dict[tuple[Group, str, int], list[PendingCall]] = {}
     for waits in graph.values():
         for wait in waits:
             call = wait.call.group, wait.call.operation, wait.turn
@@ -156,7 +156,7 @@ def _ends(ledger: Ledger, graph: dict[int, list[Wait]]) -> Iterator[Finding]:
         yield deadlock(ledger, circle)
 
 
-def _stuck(ledger: Ledger, wait: Wait) -> Finding | None:
+def _stuck(ledger: Ledger, wait: PendingCall) -> Finding | None:
     """A rank that has not come out of a call which all have entered, and others have ended."""
     group = wait.call.group
     done = [
@@ -174,7 +174,7 @@ def _stuck(ledger: Ledger, wait: Wait) -> Finding | None:
 
 
 def _why_absent(
-    ledger: Ledger, graph: dict[int, list[Wait]], rank: int, waits: list[Wait]
+    ledger: Ledger, graph: dict[int, list[PendingCall]], rank: int, waits: list[PendingCall]
 ) -> Finding:
     """Explain why a rank that does not wait has not entered a call."""
     wait = min(waits, key=lambda each: each.call.began)
@@ -213,7 +213,7 @@ def _why_absent(
     return finding(kind, (rank,), waits, places, text)
 
 
-def _cannot_tell(ledger: Ledger, waits: list[Wait]) -> Finding:
+def _cannot_tell(ledger: Ledger, waits: list[PendingCall]) -> Finding:
     """Ranks wait for some of which there are no records, so that nothing can be said of these."""
     wait = min(waits, key=lambda each: each.call.began)
     others = sorted({each.rank for each in waits})
@@ -231,7 +231,7 @@ def _last(ledger: Ledger, rank: int, call: Call) -> str:
 
 
 def _other_peer(
-    ledger: Ledger, graph: dict[int, list[Wait]], rank: int, wait: Wait
+    ledger: Ledger, graph: dict[int, list[PendingCall]], rank: int, wait: PendingCall
 ) -> Finding | None:
     """A transfer with another one than the rank that waits for it.
 
@@ -251,7 +251,7 @@ def _other_peer(
     return None
 
 
-def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Finding:
+def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: PendingCall) -> Finding:
     """A rank's transfer with a peer that has none with it, for which another one waits."""
     name = wait.call.group.first
     way, back = ("to", "from") if call.operation == "send" else ("from", "to")
@@ -268,14 +268,14 @@ def _swapped(ledger: Ledger, rank: int, call: Call, peer: int, wait: Wait) -> Fi
 
 
 def _consequences(
-    ledger: Ledger, graph: dict[int, list[Wait]], causes: list[Finding]
+    ledger: Ledger, graph: dict[int, list[PendingCall]], causes: list[Finding]
 ) -> Iterator[Finding]:
     """Waits for ranks that wait themselves."""
     told = {
         (each.group, each.turn, rank) for each in causes for rank in (*each.ranks, *each.waiting)
     }
     circular = {r for each in causes if each.kind in CIRCLES for r in each.ranks}
-    groups: dict[tuple[Group, str, int, tuple[int, ...]], list[Wait]] = {}
+    groups: dict[tuple[Group, str, int, tuple[int, ...]], list[PendingCall]] = {}
     for rank, waits in graph.items():
         for wait in waits if rank not in circular else ():
             on = wait.absent or wait.behind

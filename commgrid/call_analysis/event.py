@@ -10,7 +10,7 @@ from commgrid.call_records.trace import Trace
 
 
 @dataclass(frozen=True)
-class Wait:
+class PendingCall:
     """A call that a rank has not come out of.
 
     Args:
@@ -144,7 +144,7 @@ class Ledger:
         held = self.transfers.get((group, other, *way), {})
         return () if turn <= max(held, default=-1) else (peer,)
 
-    def waits(self, rank: int) -> list[Wait]:
+    def waits(self, rank: int) -> list[PendingCall]:
         """The unfinished calls of a rank, the first one first."""
         found = []
         for call in self._under_way(self.traces[rank]):
@@ -157,7 +157,7 @@ class Ledger:
                 )  # fmt: skip
             timed = self.traces[rank].at is not None
             seconds = max(self.now - call.began, 0.0) if timed else None
-            found.append(Wait(rank, call, self.turn(rank, call), absent, behind, seconds))
+            found.append(PendingCall(rank, call, self.turn(rank, call), absent, behind, seconds))
         return found
 
     def _first(self, rank: int) -> Call | None:

@@ -49,7 +49,7 @@ NEVER = 1 << 60  # a step that no program has
 
 
 @dataclass(slots=True, eq=False)
-class Side:
+class EventSide:
     """One rank's part in an event.
 
     Args:
@@ -65,17 +65,17 @@ class Side:
     at: int
     waited: int
     number: int
-    entry: Entry | None
+    entry: QueueEntry | None
     event: Event
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
+class QueueEntry:
     """A place in a queue: the queue, its number there, what it holds, how much is not over."""
 
     queue: Hashable
     place: int
-    sides: list[Side] = field(default_factory=list)
+    sides: list[EventSide] = field(default_factory=list)
     left: int = 0
 
 
@@ -90,7 +90,7 @@ class Event:
     """
 
     needs: tuple[int, ...]
-    sides: list[Side] = field(default_factory=list)
+    sides: list[EventSide] = field(default_factory=list)
     begun: int = 0
     is_over: bool = False
 
@@ -117,7 +117,7 @@ class Laid:
     """
 
     steps: dict[int, list[Step]]
-    sides: dict[int, dict[int, list[Side]]]
+    sides: dict[int, dict[int, list[EventSide]]]
     events: list[Event]
 
 
@@ -129,13 +129,13 @@ def lay_out(programs: Programs, rules: str) -> Laid:
     laid = Laid({}, {}, [])
     for rank, steps in programs.items():
         laid.steps[rank] = list(steps)
-        own: dict[int, list[Side]] = {}
+        own: dict[int, list[EventSide]] = {}
         laid.sides[rank] = own
         counts: dict[Hashable, int] = {}
         lengths: dict[Hashable, int] = {}
         waits = _waits(laid.steps[rank], rules)
         for at, step in enumerate(laid.steps[rank]):
-            entries: dict[Hashable, Entry] = {}
+            entries: dict[Hashable, QueueEntry] = {}
             for i, call in enumerate(calls_of(step)):
                 group = groups.get(id(call.group))
                 if group is None:
@@ -147,7 +147,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                     entry = entries.get(queue)
                     if entry is None:
                         lengths[queue] = lengths.get(queue, -1) + 1
-                        entry = entries[queue] = Entry((rank, queue), lengths[queue])
+                        entry = entries[queue] = QueueEntry((rank, queue), lengths[queue])
                 key, needs = _meeting(rules, rank, call, group)
                 nth = counts[key] = counts.get(key, -1) + 1
                 # Sends and receives are counted apart, and meet afterwards.
@@ -155,7 +155,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                 event = events.get(met)
                 if event is None:
                     event = events[met] = Event(needs)
-                side = Side(
+                side = EventSide(
                     rank, call, at, waits.get((at, i), NEVER),
                     number if call.number is None else call.number, entry, event,
                 )  # fmt: skip
@@ -218,7 +218,7 @@ def run(laid: Laid) -> list[Event]:
     at = dict.fromkeys(laid.steps, 0)
     issued = dict.fromkeys(laid.steps, 0)
     heads: dict[Hashable, int] = {}
-    behind: dict[tuple[Hashable, int], Entry] = {}
+    behind: dict[tuple[Hashable, int], QueueEntry] = {}
     pending: dict[tuple[int, int], int] = {}  # of a rank's step that waits: calls not over
     for rank, own in laid.sides.items():
         for side in (side for sides in own.values() for side in sides):
@@ -227,14 +227,14 @@ def run(laid: Laid) -> list[Event]:
     moving = deque(laid.steps)
     over: deque[Event] = deque()
 
-    def begins(side: Side) -> None:
+    def begins(side: EventSide) -> None:
         event = side.event
         event.begun += 1
         if event.begun == len(event.needs) and event.is_alike:
             event.is_over = True
             over.append(event)
 
-    def ends(side: Side) -> None:
+    def ends(side: EventSide) -> None:
         place, entry = (side.rank, side.waited), side.entry
         pending[place] -= 1
         if pending[place] == 0 and at[side.rank] == side.waited:
@@ -274,7 +274,9 @@ def run(laid: Laid) -> list[Event]:
 # -- why not ----------------------------------------------------------------------------
 
 
-def circle(stuck: list[Event], effort: int = 20_000_000) -> tuple[list[tuple[Event, Side]], bool]:
+def circle(
+    stuck: list[Event], effort: int = 20_000_000
+) -> tuple[list[tuple[Event, EventSide]], bool]:
     """A shortest circle of events, each of which must be over before the next can begin.
 
     Args:
@@ -285,8 +287,8 @@ def circle(stuck: list[Event], effort: int = 20_000_000) -> tuple[list[tuple[Eve
         The events, each with its side on the rank where it holds up the next; and whether a
         shorter circle was ruled out within the effort.
     """
-    by_step: dict[int, list[Side]] = {}
-    by_queue: dict[Hashable, list[Side]] = {}
+    by_step: dict[int, list[EventSide]] = {}
+    by_queue: dict[Hashable, list[EventSide]] = {}
     for event in stuck:
         for side in event.sides:
             by_step.setdefault(side.rank, []).append(side)
@@ -296,11 +298,11 @@ def circle(stuck: list[Event], effort: int = 20_000_000) -> tuple[list[tuple[Eve
         sides.sort(key=lambda side: side.at)
     for sides in by_queue.values():
         sides.sort(key=lambda side: side.entry.place if side.entry is not None else 0)
-    best: list[tuple[Event, Side]] = []
+    best: list[tuple[Event, EventSide]] = []
     ordered = sorted(stuck, key=lambda event: min(side.at for side in event.sides))
     looked_at = 0
 
-    def following(event: Event) -> Iterator[tuple[Side, Event]]:
+    def following(event: Event) -> Iterator[tuple[EventSide, Event]]:
         nonlocal looked_at
         for each in _after(event, by_step, by_queue, seen_from):
             if looked_at >= effort:
@@ -325,10 +327,10 @@ def _any_alone(stuck: list[Event]) -> bool:
 
 def _after(
     event: Event,
-    by_step: dict[int, list[Side]],
-    by_queue: dict[Hashable, list[Side]],
+    by_step: dict[int, list[EventSide]],
+    by_queue: dict[Hashable, list[EventSide]],
     seen_from: dict[Hashable, int],
-) -> Iterator[tuple[Side, Event]]:
+) -> Iterator[tuple[EventSide, Event]]:
     """The events that have to wait for one, each with the side that keeps it waiting."""
     for side in event.sides:
         held = by_step[side.rank]
@@ -341,14 +343,18 @@ def _after(
 
 
 def _new(
-    side: Side, held: list[Side], start: int, key: Hashable, seen_from: dict[Hashable, int]
-) -> Iterator[tuple[Side, Event]]:
+    side: EventSide,
+    held: list[EventSide],
+    start: int,
+    key: Hashable,
+    seen_from: dict[Hashable, int],
+) -> Iterator[tuple[EventSide, Event]]:
     until = seen_from.get(key, len(held))
     for other in held[start:until]:
         yield side, other.event
     seen_from[key] = min(start, until)
 
 
-def _place(side: Side) -> int:
+def _place(side: EventSide) -> int:
     assert side.entry is not None
     return side.entry.place

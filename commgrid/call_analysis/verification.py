@@ -37,7 +37,7 @@ from commgrid.call_analysis.program import (
     check_sides,
     from_traces,
 )
-from commgrid.call_analysis.rules import RULES, Event, Laid, Side, circle, lay_out, run
+from commgrid.call_analysis.rules import RULES, Event, EventSide, Laid, circle, lay_out, run
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group, Handle
 from commgrid.errors import SpecError
@@ -220,7 +220,7 @@ def _first_step(event: Event) -> int:
 # -- in words ---------------------------------------------------------------------------
 
 
-def said(side: Side, *, with_place: bool = False) -> str:
+def said(side: EventSide, *, with_place: bool = False) -> str:
     """A call by names, such as `tp all_reduce 3 (a.py:12)`."""
     call = side.call
     peer = ""
@@ -230,7 +230,7 @@ def said(side: Side, *, with_place: bool = False) -> str:
     return f"{call.group.short} {call.operation} {side.number}{peer}{where}"
 
 
-def _waiting(found: list[tuple[Event, Side]]) -> tuple[Place, ...]:
+def _waiting(found: list[tuple[Event, EventSide]]) -> tuple[Place, ...]:
     """Each call of a circle waits for the rank that stands in the one before."""
     places = []
     for i, (event, side) in enumerate(found):
@@ -259,7 +259,7 @@ def _waiting(found: list[tuple[Event, Side]]) -> tuple[Place, ...]:
 
 def _differing(event: Event) -> tuple[Place, ...]:
     """The arguments of each rank; of equal ones the first rank's."""
-    kinds: dict[object, list[Side]] = {}
+    kinds: dict[object, list[EventSide]] = {}
     for side in sorted(event.sides, key=lambda side: side.rank):
         kinds.setdefault(side.call.alike, []).append(side)
     return tuple(
@@ -299,7 +299,7 @@ def _missing(event: Event, laid: Laid) -> Place:
     return Place(side.rank, said(side), side.call.where, why)
 
 
-def _parting(event: Event, side: Side, absent: int, laid: Laid) -> str:
+def _parting(event: Event, side: EventSide, absent: int, laid: Laid) -> str:
     """The first collective of two ranks that comes from other places of the program."""
     ours, theirs = (
         [s for sides in laid.sides[rank].values() for s in sides

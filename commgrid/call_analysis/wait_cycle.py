@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
-from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.event import Ledger, PendingCall
 from commgrid.call_analysis.finding import Finding, said
 from commgrid.call_analysis.wait_state import finding, skipped, waited
 from commgrid.call_analysis.wrong_group import on_another_group
@@ -63,10 +63,10 @@ CIRCLES = ("deadlock", "crossed transfers")
 """What a circle is called."""
 
 
-def circles(graph: dict[int, list[Wait]]) -> Iterator[list[Wait]]:
+def circles(graph: dict[int, list[PendingCall]]) -> Iterator[list[PendingCall]]:
     """Circles of ranks that wait for each other, none of which has a rank of another."""
 
-    def following(rank: int) -> Iterator[tuple[Wait, int]]:
+    def following(rank: int) -> Iterator[tuple[PendingCall, int]]:
         # Its first wait keeps a rank.
         for held in [w for w in graph.get(rank, ()) if w.absent or w.behind][:1]:
             for on in (*held.absent, *held.behind):
@@ -80,7 +80,7 @@ def circles(graph: dict[int, list[Wait]]) -> Iterator[list[Wait]]:
             yield [wait for _, wait in circle]
 
 
-def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:
+def deadlock(ledger: Ledger, circle: list[PendingCall]) -> Finding:
     for i, wait in enumerate(circle):
         astray = on_another_group(ledger, circle[(i + 1) % len(circle)].rank, wait, [wait])
         if astray is not None:
@@ -114,6 +114,6 @@ def deadlock(ledger: Ledger, circle: list[Wait]) -> Finding:
     return finding(kind, ranks, [first], tuple(w.call.where for w in circle), text)
 
 
-def _went_past(ledger: Ledger, wait: Wait, circle: list[Wait]) -> bool:
+def _went_past(ledger: Ledger, wait: PendingCall, circle: list[PendingCall]) -> bool:
     """Whether a rank of a circle left out, this time, what the one before it waits for."""
     return skipped(ledger, wait.rank, circle[circle.index(wait) - 1])

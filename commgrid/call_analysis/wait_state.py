@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.event import Ledger, PendingCall
 from commgrid.call_analysis.finding import Finding, lasted
 from commgrid.call_records.call import Call
 
 
-def waited(wait: Wait, ranks: int = 1) -> str:
+def waited(wait: PendingCall, ranks: int = 1) -> str:
     if wait.seconds is None:
         return "waits" if ranks == 1 else "wait"
     return f"{'has' if ranks == 1 else 'have'} waited {lasted(wait.seconds)}"
@@ -16,7 +16,7 @@ def waited(wait: Wait, ranks: int = 1) -> str:
 def finding(
     kind: str,
     ranks: tuple[int, ...],
-    waits: list[Wait],
+    waits: list[PendingCall],
     where: tuple[str, ...],
     text: str,
 ) -> Finding:
@@ -29,7 +29,7 @@ def finding(
     )  # fmt: skip
 
 
-def skipped(ledger: Ledger, rank: int, wait: Wait) -> bool:
+def skipped(ledger: Ledger, rank: int, wait: PendingCall) -> bool:
     """Whether a rank is past the place where, the time before, it made this call."""
     if wait.call.is_transfer:
         return False
@@ -57,6 +57,6 @@ def _same_place(one: Call, other: Call) -> bool:
     )
 
 
-def is_held(graph: dict[int, list[Wait]], rank: int) -> bool:
+def is_held(graph: dict[int, list[PendingCall]], rank: int) -> bool:
     """Whether a rank itself waits for another."""
     return any(wait.absent or wait.behind for wait in graph.get(rank, ()))

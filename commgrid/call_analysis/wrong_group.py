@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from commgrid.call_analysis.event import Ledger, Wait
+from commgrid.call_analysis.event import Ledger, PendingCall
 from commgrid.call_analysis.finding import Finding, said
 from commgrid.call_analysis.wait_state import finding, waited
 from commgrid.call_records.call import Call, Group
 
 
-def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -> Finding | None:
+def on_another_group(
+    ledger: Ledger, rank: int, wait: PendingCall, waits: list[PendingCall]
+) -> Finding | None:
     """Find a rank that has made the call on another group: the missing one, or the waiting one.
 
     Args:
@@ -35,7 +37,7 @@ def on_another_group(ledger: Ledger, rank: int, wait: Wait, waits: list[Wait]) -
 
 
 def _alone(
-    ledger: Ledger, rank: int, wait: Wait
+    ledger: Ledger, rank: int, wait: PendingCall
 ) -> tuple[int, Call, Group, tuple[int, ...]] | None:
     """Whether a rank alone makes a call on a communicator that no other joins in.
 

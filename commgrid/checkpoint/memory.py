@@ -149,7 +149,7 @@ def keep_items(
         told = [] if known else gathered(forms, group)
         every = earlier[-1].forms if known else {k: f for one in told for k, f in one.items()}
         writes = {each.key for each in items if each.writes}
-        places = Places.of(grid, group)
+        places = Neighbours.of(grid, group)
         alone = [each for each in own if each.key in writes and not places.has_copy(each)]
         said = {key: value for key, value in values.items() if key in writes}
         others, more = _exchange(alone, said, places, group)
@@ -173,7 +173,7 @@ def _plain(value: Value) -> Any:
 
 
 @dataclass(frozen=True)
-class Places:
+class Neighbours:
     """The hosts of a grid's ranks, and the neighbour of each rank on another host.
 
     Args:
@@ -185,7 +185,7 @@ class Places:
     of_rank: Mapping[int, str]
 
     @classmethod
-    def of(cls, grid: HyperCommGrid, group: ProcessGroup) -> Places:
+    def of(cls, grid: HyperCommGrid, group: ProcessGroup) -> Neighbours:
         """Asks all ranks of a group where they run."""
         ranks = dist.get_process_group_ranks(group)
         hosts = gathered(own_host(), group)
@@ -235,7 +235,7 @@ class Places:
 
 
 def _exchange(
-    items: Sequence[Item], values: Mapping[str, Any], places: Places, group: ProcessGroup
+    items: Sequence[Item], values: Mapping[str, Any], places: Neighbours, group: ProcessGroup
 ) -> tuple[list[Item], dict[str, Any]]:
     """Gives this rank's to its neighbour; what others have given to this one."""
     ranks = dist.get_process_group_ranks(group)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from commgrid.context_parallel.balance import Range, Ranges
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Consecutive positions of one document in a buffer."""
 
     start: int
@@ -66,19 +66,19 @@ def meet(ranges: Ranges, others: Ranges) -> Ranges:
     return tuple(found)
 
 
-def pieces(ranges: Ranges, documents: Sequence[int]) -> dict[int, list[Piece]]:
+def pieces(ranges: Ranges, documents: Sequence[int]) -> dict[int, list[DocumentPiece]]:
     """The pieces of each document in a buffer, by the document's number.
 
     >>> pieces(((0, 4), (6, 8)), (0, 3, 8))[1]
     [Piece(start=3, stop=4, row=3), Piece(start=6, stop=8, row=4)]
     """
-    found: dict[int, list[Piece]] = {}
+    found: dict[int, list[DocumentPiece]] = {}
     row = 0
     for start, stop in ranges:
         document = bisect_right(documents, start) - 1
         while start < stop:
             end = min(stop, documents[document + 1])
-            found.setdefault(document, []).append(Piece(start, end, row))
+            found.setdefault(document, []).append(DocumentPiece(start, end, row))
             row += end - start
             start, document = end, document + 1
     return found

@@ -65,7 +65,7 @@ class _Ring(torch.autograd.Function):
         group: ProcessGroup | None, scale: float,
     ) -> Tensor:  # fmt: skip
         ctx.steps, ctx.group, ctx.scale = steps, group, scale
-        links = Links(group, steps)
+        links = RingLinks(group, steps)
         keys = _Keys(k, v, links)
         found = OnlineSoftmax(q, scale)
         coming = keys.start(1)
@@ -85,7 +85,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         steps: tuple[Step, ...] = ctx.steps
-        links = Links(ctx.group, steps)
+        links = RingLinks(ctx.group, steps)
         keys = _Keys(k, v, links)
         found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
         dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
@@ -131,7 +131,7 @@ def _give(rows: Tensor, runs: Ranges, dk: Tensor, dv: Tensor) -> None:
 class _Keys:
     """This rank's keys and values, and what it gets of the others', step by step."""
 
-    def __init__(self, k: Tensor, v: Tensor, links: Links) -> None:
+    def __init__(self, k: Tensor, v: Tensor, links: RingLinks) -> None:
         self.links = links
         self.rows = pack(k, v) if len(links.steps) > 1 else k.new_empty(0)
 
@@ -181,7 +181,7 @@ class Coming:
         return self.rows
 
 
-class Links:
+class RingLinks:
     """Messages of rows between the ranks of a group; empty ones are not sent."""
 
     def __init__(self, group: ProcessGroup | None, steps: Sequence[Step]) -> None:

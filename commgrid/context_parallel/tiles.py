@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from commgrid.context_parallel.balance import Mask, Ranges
-from commgrid.context_parallel.ranges import Piece, meet, pieces, union
+from commgrid.context_parallel.ranges import DocumentPiece, meet, pieces, union
 
 _FEW_ROWS = 128
 _BLOCK_ROWS = 256
@@ -125,7 +125,7 @@ def needed(queries: Ranges, keys: Ranges, documents: tuple[int, ...], mask: Mask
 
 
 def _document(
-    own: list[Piece], keys: list[Piece], mask: Mask, length: int, cut: bool
+    own: list[DocumentPiece], keys: list[DocumentPiece], mask: Mask, length: int, cut: bool
 ) -> list[Tile]:
     """The rectangles of one document."""
     rows = (own[0].row, own[-1].row + own[-1].stop - own[-1].start)
@@ -139,7 +139,7 @@ def _document(
     return _stacked(list(_causal(own, keys)))
 
 
-def _causal(own: list[Piece], keys: list[Piece]) -> Iterator[Tile]:
+def _causal(own: list[DocumentPiece], keys: list[DocumentPiece]) -> Iterator[Tile]:
     for query in own:
         before = [k for k in keys if k.start < query.start]
         if before:
@@ -152,7 +152,7 @@ def _causal(own: list[Piece], keys: list[Piece]) -> Iterator[Tile]:
             yield from _corner(query, max(key.start, query.start), min(key.stop, query.stop), key)
 
 
-def _corner(query: Piece, start: int, stop: int, key: Piece) -> Iterator[Tile]:
+def _corner(query: DocumentPiece, start: int, stop: int, key: DocumentPiece) -> Iterator[Tile]:
     """Keys from `start` to `stop`, which are positions of the query piece too."""
     if start >= stop:
         return
@@ -163,7 +163,9 @@ def _corner(query: Piece, start: int, stop: int, key: Piece) -> Iterator[Tile]:
         yield Tile(row + size, query.row + query.stop - query.start, column, column + size)
 
 
-def _windowed(own: list[Piece], keys: list[Piece], window: int, cut: bool) -> Iterator[Tile]:
+def _windowed(
+    own: list[DocumentPiece], keys: list[DocumentPiece], window: int, cut: bool
+) -> Iterator[Tile]:
     """Block by block of queries, and of its keys the far edge, the middle and the near edge.
 
     Of a window of few keys all three are one rectangle with a mask: calls would cost more.
@@ -181,7 +183,13 @@ def _windowed(own: list[Piece], keys: list[Piece], window: int, cut: bool) -> It
 
 
 def _band(
-    query: Piece, start: int, stop: int, key: Piece, left: int, right: int, window: int
+    query: DocumentPiece,
+    start: int,
+    stop: int,
+    key: DocumentPiece,
+    left: int,
+    right: int,
+    window: int,
 ) -> Iterator[Tile]:
     """Queries from `start` to `stop` beside the keys from `left` to `right` that a piece has."""
     left, right = max(left, key.start), min(right, key.stop)

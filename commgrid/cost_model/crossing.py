@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from commgrid.cost_model.cluster import Cluster, Hosts, Level
 from commgrid.cost_model.collective_form import highest
-from commgrid.cost_model.placement import Places
+from commgrid.cost_model.placement import RankPlaces
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import RankTuple, divisors
@@ -89,7 +89,7 @@ def find_crossings(
     Raises:
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
-    places = Places(spec, cluster, hosts)
+    places = RankPlaces(spec, cluster, hosts)
     found = {}
     for name, group in spec.definitions.items():
         if name in spec.created_names:
@@ -205,7 +205,7 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
     Raises:
         SpecError: a group does, or the cluster has no such level.
     """
-    places = Places(spec, cluster) if spec.constraints else None
+    places = RankPlaces(spec, cluster) if spec.constraints else None
     for name, level in spec.constraints.items():
         assert places is not None
         try:

@@ -12,7 +12,7 @@ from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.collective import collective_time
 from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import Placement, Spread
+from commgrid.cost_model.placement import GridPlacement, Spread
 
 LINEAR_BYTES = 2
 """Of a number in 16 bits, as activations and weights are sent."""
@@ -130,7 +130,7 @@ class Job:
     model: Model
     config: ParallelConfig
     machine: Machine
-    placement: Placement
+    placement: GridPlacement
 
     @cached_property
     def tokens(self) -> float:

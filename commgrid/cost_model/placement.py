@@ -39,7 +39,7 @@ class Load(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Placement:
+class GridPlacement:
     """A grid on a cluster.
 
     Args:
@@ -193,7 +193,7 @@ def _between(axes: Axes, world: int) -> Iterator[Mode]:
     yield Mode(max(world // stride, 1), stride)
 
 
-class Places:
+class RankPlaces:
     """Where the ranks of a grid are.
 
     In closed form where ranks are numbered as devices and a group has all ranks along its axes,
@@ -319,7 +319,7 @@ def members_of(definition: GroupDef, layout: RankLayout) -> Iterator[Sequence[in
         yield places if listed is None else [listed[place] for place in places]
 
 
-def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Placement:
+def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> GridPlacement:
     """The placement of a grid.
 
     Args:
@@ -330,7 +330,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
     Raises:
         SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
     """
-    places, shape = Places(spec, cluster, hosts), spec.shape
+    places, shape = RankPlaces(spec, cluster, hosts), spec.shape
     data = tuple(axis for axis in spec.regions[0].axes if axis.startswith("dp"))
     groups = [GroupDef(axis, "dense", (axis,)) for axis in ("tp", "cp", "pp", "dp_replicate")]
     groups += [
@@ -349,7 +349,7 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Pla
             axes = tuple(axis for axis in group.axes if axis in layout.shape)
             found[group.name] = replace(group, axes=axes)
     spans = {name: places.span(group) for name, group in found.items()}
-    return Placement(spans, lambda name: places.load(found[name]))
+    return GridPlacement(spans, lambda name: places.load(found[name]))
 
 
 def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
@@ -385,7 +385,7 @@ def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
     return GroupDef("edp_shard", "expert", copies, part=(size // replicas, 1))
 
 
-def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
+def of_config(config: ParallelConfig, cluster: Cluster) -> GridPlacement:
     """The placement of a grid whose ranks are numbered as its order says.
 
     Raises:
@@ -415,4 +415,4 @@ def of_config(config: ParallelConfig, cluster: Cluster) -> Placement:
             axes["edp_shard"] = ((config.expert_shard_size, axes["edp"][0][1]),)
     world = config.world_size
     spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
-    return Placement(spans, lambda name: load_along(cluster, axes[name], world))
+    return GridPlacement(spans, lambda name: load_along(cluster, axes[name], world))

@@ -14,7 +14,7 @@ from commgrid.cost_model.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConf
 from commgrid.cost_model.layer import Job, Machine, layer_cost
 from commgrid.cost_model.memory import Memory, memory_of
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import Placement, of_config
+from commgrid.cost_model.placement import GridPlacement, of_config
 from commgrid.cost_model.step import StepCost, step_cost
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
@@ -107,7 +107,7 @@ def search(
 
 def fastest(
     model: Model,
-    placement: Placement,
+    placement: GridPlacement,
     cluster: Cluster,
     *,
     max_memory: float | None = None,
@@ -169,7 +169,9 @@ class _Request:
         return [self.fixed[key]] if key in self.fixed else values
 
 
-def _searched(request: _Request, calibration: Calibration, placement: Placement | None) -> _Search:
+def _searched(
+    request: _Request, calibration: Calibration, placement: GridPlacement | None
+) -> _Search:
     searching = _Search(request, Machine(request.cluster, calibration), placement)
     for grid in _grids(request):
         searching.try_grid(grid)
@@ -185,7 +187,7 @@ class _Search:
 
     request: _Request
     machine: Machine
-    placement: Placement | None = None
+    placement: GridPlacement | None = None
     found: list[StepCost] = field(default_factory=list)
     best: float = math.inf
     grids: int = 0

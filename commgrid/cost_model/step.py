@@ -24,7 +24,7 @@ from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
 from commgrid.cost_model.memory import Memory, fullest_parameters, memory_of
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import Placement, Spread, of_config
+from commgrid.cost_model.placement import GridPlacement, Spread, of_config
 from commgrid.errors import SpecError
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
@@ -88,7 +88,7 @@ class StepCost:
     model: Model
     config: ParallelConfig
     cluster: Cluster
-    placement: Placement
+    placement: GridPlacement
     terms: tuple[Term, ...]
     memory: Memory
     calibration: Calibration = CALIBRATION
@@ -131,7 +131,7 @@ def step_cost(
     *,
     machine: Machine | None = None,
     memory: Memory | None = None,
-    placement: Placement | None = None,
+    placement: GridPlacement | None = None,
 ) -> StepCost:
     """Time and memory of a step.
 
@@ -304,7 +304,7 @@ def _optimizer(job: Job) -> float:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class StepTraffic:
     """Bytes sent in a step on the groups of one name.
 
     Each rank's bytes are those of the step's terms: over n ranks a ring's all-reduce of s bytes
@@ -328,7 +328,7 @@ class Traffic:
     link: float
 
 
-def traffic(cost: StepCost) -> tuple[Traffic, ...]:
+def traffic(cost: StepCost) -> tuple[StepTraffic, ...]:
     """Bytes sent in a step by group name, the most first; names without any are left out."""
     found: dict[str, list[Term]] = {}
     for term in cost.terms:
@@ -345,5 +345,5 @@ def traffic(cost: StepCost) -> tuple[Traffic, ...]:
             for term in terms
             if 0 < level <= highest(term.spread)
         )
-        made.append(Traffic(name, sum(term.sent for term in terms), level, link))
+        made.append(StepTraffic(name, sum(term.sent for term in terms), level, link))
     return tuple(sorted(made, key=lambda each: -each.sent))

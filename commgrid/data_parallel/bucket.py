@@ -91,7 +91,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Piece:
+class GradientPart:
     """The range of one parameter's gradient that this rank keeps.
 
     Args:
@@ -194,7 +194,7 @@ def _make_bucket(
     return Bucket(slots, group, sharers, gradient, slice(first, first + part))
 
 
-def pieces_of(buckets: Iterable[Bucket]) -> list[Piece]:
+def pieces_of(buckets: Iterable[Bucket]) -> list[GradientPart]:
     """The ranges of gradients that this rank keeps, in bucket order."""
     pieces = []
     for bucket in buckets:
@@ -202,7 +202,7 @@ def pieces_of(buckets: Iterable[Bucket]) -> list[Piece]:
             start = max(bucket.own.start, slot.start) - slot.start
             stop = min(bucket.own.stop, slot.stop) - slot.start
             if start < stop:
-                pieces.append(Piece(slot, bucket, start, stop))
+                pieces.append(GradientPart(slot, bucket, start, stop))
     return pieces
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather
-from commgrid.data_parallel.bucket import Piece
+from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.slot import KeptGradient
 from commgrid.errors import GridMismatchError
 from commgrid.torch_compat.messages import version_of
@@ -29,7 +29,7 @@ from commgrid.torch_compat.messages import version_of
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2  # of a factor: rounding of fp32, and of bf16 gradients
 _UNKNOWN = math.nan
 
-Held = Callable[[Piece], Tensor | None]
+Held = Callable[[GradientPart], Tensor | None]
 
 
 class Edits:
@@ -41,7 +41,9 @@ class Edits:
         steps: number of steps after which it stops, unless gradients are edited then.
     """
 
-    def __init__(self, pieces: Sequence[Piece], group: ProcessGroup | None, steps: int) -> None:
+    def __init__(
+        self, pieces: Sequence[GradientPart], group: ProcessGroup | None, steps: int
+    ) -> None:
         self._pieces, self._group = pieces, group
         self._left = steps if group is not None else 0
         kinds = {piece.slot.parameter.dtype for piece in pieces}

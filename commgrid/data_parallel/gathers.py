@@ -13,7 +13,7 @@ from commgrid.collectives.asynchronous import (
     Pending,
     start_all_gather_,
 )
-from commgrid.data_parallel.bucket import Bucket, Piece
+from commgrid.data_parallel.bucket import Bucket, GradientPart
 from commgrid.errors import CommGridError, SpecError
 from commgrid.parameters import Placement
 
@@ -182,6 +182,6 @@ class Updater(Protocol):
 
     @property
     def gathers(self) -> WeightGathers: ...
-    def parts(self) -> list[tuple[Piece, Tensor, str | None]]: ...
+    def parts(self) -> list[tuple[GradientPart, Tensor, str | None]]: ...
     def reload(self) -> None: ...
     def wait(self) -> None: ...

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.bucket import Bucket, Piece
+from commgrid.data_parallel.bucket import Bucket, GradientPart
 from commgrid.data_parallel.gathers import WeightGathers
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, ShapeError, SpecError
@@ -156,7 +156,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_changed()
         return self._inner
 
-    def parts(self) -> list[tuple[Piece, Tensor, str | None]]:
+    def parts(self) -> list[tuple[GradientPart, Tensor, str | None]]:
         """The parts that this rank updates: for each the piece, the inner optimizer's tensor of
         it, and the name of the group over which the parameter is sharded (None: it is not)."""
         self._take_changed()
@@ -165,13 +165,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for piece in self._reducer.pieces
         ]
 
-    def _weight(self, piece: Piece) -> Tensor:
+    def _weight(self, piece: GradientPart) -> Tensor:
         """The part of the parameter itself that this rank updates."""
         if piece.is_whole:
             return piece.slot.parameter.detach()
         return piece.of(self._weights[piece.bucket])
 
-    def _make_master(self, piece: Piece) -> Tensor:
+    def _make_master(self, piece: GradientPart) -> Tensor:
         """The tensor that the inner optimizer updates: that part, or an fp32 copy of it."""
         weight = self._weight(piece)
         exact = torch.promote_types(weight.dtype, torch.float32)

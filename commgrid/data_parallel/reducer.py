@@ -46,7 +46,7 @@ from commgrid.data_parallel.accumulation import (
     set_up_fused,
     take_in,
 )
-from commgrid.data_parallel.bucket import Bucket, Piece, make_lanes, pieces_of
+from commgrid.data_parallel.bucket import Bucket, GradientPart, make_lanes, pieces_of
 from commgrid.data_parallel.gathers import Updater
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.model_checks import (
@@ -64,7 +64,7 @@ from commgrid.data_parallel.optimizer_checks import STEP_HOOKS
 from commgrid.data_parallel.reduction import Reductions
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.slot import Owner, Slot, owner_of
-from commgrid.data_parallel.sync_result import Verdict, check_finite, losses_not_told
+from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_not_told
 from commgrid.errors import (
     CommGridError,
     SpecError,
@@ -167,7 +167,7 @@ class GradientReducer:
         self._synchronizing = True
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._has_whole = self._whole_group()
-        self._verdict = Verdict(
+        self._verdict = SyncResult(
             self.lanes, self.buckets, self.pieces, self.group, self.groups.dense,
             whole=whole, parts=parts, model=model,
         )  # fmt: skip
@@ -351,7 +351,7 @@ class GradientReducer:
             if slot.fused:
                 slot.view.zero_()
 
-    def held(self, piece: Piece) -> Tensor | None:
+    def held(self, piece: GradientPart) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; None: none, or it was zeroed.
 
         In the parameter's shape if it is the whole gradient, else flat.

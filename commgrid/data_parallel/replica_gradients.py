@@ -26,7 +26,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import described, name_of
 from commgrid.collectives.plain import all_reduce
-from commgrid.data_parallel.bucket import Piece
+from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import KeptGradient, Slot
@@ -50,7 +50,7 @@ class _Pending:
         group: whose ranks have the same part.
     """
 
-    piece: Piece
+    piece: GradientPart
     group: ProcessGroup
 
 
@@ -64,7 +64,7 @@ class ReplicaGradients:
     """
 
     def __init__(
-        self, pieces: Sequence[Piece], slots: Sequence[Slot], groups: ReductionGroups
+        self, pieces: Sequence[GradientPart], slots: Sequence[Slot], groups: ReductionGroups
     ) -> None:
         trained = [slot.placement for slot in slots]
         split = any(
@@ -86,18 +86,18 @@ class ReplicaGradients:
         self._used: Tensor | None = None
         self._everyone, self._steps = groups.stage(), _MOST_STEPS
 
-    def before_step(self, held: Callable[[Piece], Tensor | None]) -> None:
+    def before_step(self, held: Callable[[GradientPart], Tensor | None]) -> None:
         """Records the gradients that were just compared, as an optimizer is about to use them."""
         self._edits.before_step(held)
         if self._compared:
             self._used = _fingerprints(self._compared, held)
 
-    def rescaled(self, held: Callable[[Piece], Tensor | None]) -> None:
+    def rescaled(self, held: Callable[[GradientPart], Tensor | None]) -> None:
         """Records gradients that were scaled by one factor, the same on all ranks."""
         self._edits.finished(held)
 
     def compare(
-        self, held: Callable[[Piece], Tensor | None], divisor: float
+        self, held: Callable[[GradientPart], Tensor | None], divisor: float
     ) -> GridMismatchError | None:
         """The error if they differ, on all ranks of the stage; collective over the stage.
 
@@ -161,7 +161,9 @@ def _layer_groups(placement: Placement) -> Iterator[ProcessGroup]:
     yield from (group.group for group in groups if group.size > 1)
 
 
-def _fingerprints(pending: Sequence[_Pending], held: Callable[[Piece], Tensor | None]) -> Tensor:
+def _fingerprints(
+    pending: Sequence[_Pending], held: Callable[[GradientPart], Tensor | None]
+) -> Tensor:
     """Norm and product with ±1 of each, (n, 2) in fp64 on the CPU; zeros where there is none."""
     rows = []
     for one in pending:

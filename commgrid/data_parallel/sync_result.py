@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.bucket import Bucket, Lane, Piece
+from commgrid.data_parallel.bucket import Bucket, GradientPart, Lane
 from commgrid.data_parallel.norm import device_of, sum_of_squares
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError
 
@@ -45,7 +45,7 @@ class _Told:
     count: int | None
 
 
-class Verdict:
+class SyncResult:
     """Computed once a step, the same on all ranks of each group.
 
     Args:
@@ -60,7 +60,7 @@ class Verdict:
         self,
         lanes: Sequence[Lane],
         buckets: Sequence[Bucket],
-        pieces: Sequence[Piece],
+        pieces: Sequence[GradientPart],
         group: ProcessGroup,
         name: str,
         *,
@@ -216,7 +216,7 @@ def losses_not_told(model: nn.Module) -> CommGridError | None:
 
 
 def check_finite(
-    pieces: Sequence[Piece], whole: ProcessGroup | None, model: nn.Module
+    pieces: Sequence[GradientPart], whole: ProcessGroup | None, model: nn.Module
 ) -> CommGridError:
     """The error of a step with gradients that are not finite; collective over `whole`."""
     mine = [str(p.slot.placement) for p in pieces if not bool(p.gradient.isfinite().all())]

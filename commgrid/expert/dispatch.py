@@ -53,7 +53,7 @@ from commgrid.expert.router import Routing
 
 
 @dataclass(frozen=True)
-class Traffic:
+class RowTraffic:
     """The rows that this rank sends and receives, and their order.
 
     Args:
@@ -85,7 +85,7 @@ class Dispatched:
     rows: Tensor
     weights: Tensor
     counts: tuple[int, ...]
-    traffic: Traffic
+    traffic: RowTraffic
     permutation: Permutation
 
 
@@ -171,7 +171,7 @@ class Dispatcher:
 # -- the steps ---------------------------------------------------------------------------
 
 
-def count_rows(routing: Routing, ep: GroupRef, etp: GroupRef) -> tuple[int, Traffic]:
+def count_rows(routing: Routing, ep: GroupRef, etp: GroupRef) -> tuple[int, RowTraffic]:
     """Tell all ranks of ep and etp how many rows this one has for each expert.
 
     Returns:
@@ -199,7 +199,7 @@ def count_rows(routing: Routing, ep: GroupRef, etp: GroupRef) -> tuple[int, Traf
 
 def _traffic(
     sent: list[int], senders: list[list[int]], sizes: Tensor, ep: GroupRef, etp: GroupRef
-) -> Traffic:
+) -> RowTraffic:
     """Work out the traffic.
 
     Args:
@@ -211,7 +211,7 @@ def _traffic(
     local, n = len(senders[0]), ep.size
     totals = [sum(sender) for sender in senders]
     mine = etp.rank * n
-    return Traffic(
+    return RowTraffic(
         send=[sum(sent[i : i + local]) for i in range(0, len(sent), local)],
         receive=totals[mine : mine + n],
         gathered=[sum(totals[i : i + n]) for i in range(0, len(totals), n)],
@@ -280,7 +280,7 @@ def _assert_finite(routing: Routing, owner: str) -> None:
 
 def _full(
     capacity: int, num_experts: int, ep: GroupRef, etp: GroupRef, device: torch.device
-) -> tuple[int, Traffic]:
+) -> tuple[int, RowTraffic]:
     """As `count_rows`, where every expert gets its full capacity from every rank."""
     shape = (ep.size * etp.size, num_experts // ep.size)
     senders = [[capacity] * shape[1]] * shape[0]

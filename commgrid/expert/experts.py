@@ -195,7 +195,7 @@ class GroupedExperts(ShardedModule):
 
 
 @dataclass(frozen=True)
-class Piece:
+class RowBlock:
     """Rows that are taken through all steps together.
 
     Args:
@@ -217,7 +217,7 @@ class Piece:
         return torch.mm(rows, weights[self.expert].to(rows.dtype), out=out)
 
 
-def pieces(counts: Sequence[int], kernel: bool, device: torch.device) -> list[Piece]:
+def pieces(counts: Sequence[int], kernel: bool, device: torch.device) -> list[RowBlock]:
     """All rows at once where a kernel takes them; else each expert's, while they are in the cache.
 
     Args:
@@ -228,9 +228,9 @@ def pieces(counts: Sequence[int], kernel: bool, device: torch.device) -> list[Pi
     stops = list(accumulate(counts))
     if kernel:
         ends = torch.tensor(stops, dtype=torch.int32).to(device, non_blocking=True)
-        return [Piece(slice(None), None, ends, tuple(counts))]
+        return [RowBlock(slice(None), None, ends, tuple(counts))]
     return [
-        Piece(slice(stop - count, stop), expert, None, (count,))
+        RowBlock(slice(stop - count, stop), expert, None, (count,))
         for expert, (count, stop) in enumerate(zip(counts, stops, strict=True))
     ]
 
@@ -244,7 +244,7 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[Piece],
+        ctx: Any, x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[RowBlock],
         act: Activation, keep: bool,
     ) -> Tensor:  # fmt: skip
         ctx.parts, ctx.act, ctx.halfway = parts, act, None
@@ -279,8 +279,8 @@ class _Experts(torch.autograd.Function):
         dy = dy.contiguous()
         dx = torch.empty_like(x) if needs_x and ctx.parts[0].expert is not None else None
         dweights = torch.empty_like(weights)
-        dup = WeightGradients(up, dy) if needs_up else None
-        ddown = WeightGradients(down, dy) if needs_down else None
+        dup = ExpertWeightGradient(up, dy) if needs_up else None
+        ddown = ExpertWeightGradient(down, dy) if needs_down else None
         with _replayed(ctx.random_states, x):
             for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
                 own = part.own
@@ -309,7 +309,7 @@ class _Experts(torch.autograd.Function):
 
 
 def _traced(
-    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[Piece], act: Activation
+    x: Tensor, weights: Tensor, up: Tensor, down: Tensor, parts: list[RowBlock], act: Activation
 ) -> Tensor:
     """`_Experts` in plain operations, for torch.compile."""
     up_t, down_t = up.flatten(1, -2).transpose(1, 2), down.transpose(1, 2)
@@ -363,7 +363,7 @@ def _scaled(rows: Tensor, weights: Tensor, out: Tensor | None = None) -> Tensor:
     return torch.mul(rows, weights.unsqueeze(1), out=out)
 
 
-class WeightGradients:
+class ExpertWeightGradient:
     """∂W = ∂yᵀ x of each expert, of a weight (experts, …, i), of which … makes o.
 
     Args:
@@ -378,7 +378,7 @@ class WeightGradients:
         self._weight, self._dtype = weight, dy.dtype
         self.result: Tensor | None = None
 
-    def add(self, part: Piece, dy: Tensor, x: Tensor) -> None:
+    def add(self, part: RowBlock, dy: Tensor, x: Tensor) -> None:
         """Those of a piece, from its rows (rows, o) and (rows, i)."""
         x = x.to(dy.dtype)
         if part.expert is None:

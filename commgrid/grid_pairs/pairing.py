@@ -163,7 +163,7 @@ class Pairing:
         margin = timeouts().margin_of(seconds_until(deadline))
         self._deadline, self._until = deadline, deadline - margin
         self._calls: dict[str, tuple[Calls, int]] = {}
-        self._card: match.Card | None = None
+        self._card: match.Candidate | None = None
         try:
             self.cards = self._both({side: Card.of(grid) for side, grid in grids.items()})
             source, target = (self.cards[side] for side in SIDES)
@@ -244,7 +244,7 @@ class Pairing:
 
     def _find(self, known: Mapping[str, Card], side: str, other: str) -> Card:
         mine, wanted = known[side], known.get(other)
-        self._card = match.Card(
+        self._card = match.Candidate(
             self._about, side, mine.identity, None if wanted is None else wanted.identity,
             f"{self._room}/{uuid4().hex}", mine.to_text(),
         )  # fmt: skip

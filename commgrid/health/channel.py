@@ -35,7 +35,7 @@ _LONGEST_LINE = 1 << 20
 _log = logging.getLogger("commgrid")
 
 Message = dict[str, Any]
-_OPEN: WeakSet[Links] = WeakSet()
+_OPEN: WeakSet[ControlChannel] = WeakSet()
 
 
 def _is_forked() -> None:
@@ -68,7 +68,7 @@ class _Link:
     outbox: bytearray = field(default_factory=bytearray)
 
 
-class Links:
+class ControlChannel:
     """This process's connections with its neighbours, and the thread that reads them.
 
     Args:

@@ -28,7 +28,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import SpecError
-from commgrid.health.channel import Links, Message
+from commgrid.health.channel import ControlChannel, Message
 from commgrid.health.frames import is_programs
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
@@ -119,7 +119,7 @@ class Watch:
         self._waking: Asked | None = None
         self._followers: list[Watch] = []
         self._followed: list[Watch] = []
-        self._links = Links(
+        self._links = ControlChannel(
             rank, ranks, address, timeouts().silent,
             hear=self._heard, lost=self._lost, look=self._look,
         )  # fmt: skip
@@ -197,7 +197,7 @@ class Watch:
     # -- the thread's part --------------------------------------------------------------
 
     def _lost(self, rank: int, how: str) -> None:
-        """A neighbour is lost; see `Links`."""
+        """A neighbour is lost; see `ControlChannel`."""
         texts = {
             "ended": "is gone: its process has ended",
             "unreachable": "cannot be reached: its connection is closed, and no other can be made; "

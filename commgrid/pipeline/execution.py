@@ -23,9 +23,9 @@ from commgrid.pipeline_schedules.schedule import (
     BackwardWeight,
     Computation,
     Forward,
-    Message,
     Schedule,
     Send,
+    StageMessage,
 )
 from commgrid.pipeline_schedules.simulator import Span
 
@@ -95,7 +95,7 @@ class Execution:
         self._exchanges = False
         self._live: dict[tuple[int, int], _Live] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
-        self._leaving: dict[Message, Sequence[Tensor]] = {}
+        self._leaving: dict[StageMessage, Sequence[Tensor]] = {}
         self._found: dict[int, Any] = {}
         self._trained: set[int] = set()  # chunks whose output had a graph in some microbatch
         self._started = 0.0
@@ -214,7 +214,7 @@ class Execution:
             assert self.inputs is not None
             given = self.inputs[microbatch]
             return (given if isinstance(given, tuple) else (given,)), []
-        tensors = self.links.take(Message("activation", part - 1, microbatch))
+        tensors = self.links.take(StageMessage("activation", part - 1, microbatch))
         differentiable = _differentiable(tensors)
         if self.train:
             for tensor in differentiable:
@@ -269,7 +269,7 @@ class Execution:
         if live.loss_grad is not None:
             arrived = [live.loss_grad]
         else:
-            message = Message("gradient", self.schedule.part(action), action.microbatch)
+            message = StageMessage("gradient", self.schedule.part(action), action.microbatch)
             arrived = self.links.take(message)
             self._started = time.perf_counter()
         pairs = [

@@ -27,7 +27,7 @@ from torch import Tensor
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.pipeline_schedules.messages import Exchange
-from commgrid.pipeline_schedules.schedule import Message, Send
+from commgrid.pipeline_schedules.schedule import Send, StageMessage
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError
 from commgrid.runtime.registry import get_grid
@@ -70,7 +70,7 @@ class _Travelling:
     """Tensors on their way to or from another stage."""
 
     peer: int
-    message: Message
+    message: StageMessage
     tensors: list[Tensor]
     works: list[dist.Work] = field(default_factory=list)
 
@@ -101,7 +101,7 @@ class StageLinks:
         self.stage, self.num_stages = self.group.rank, self.group.size
         self._declared: dict[int, Specs] = {}  # of activations, by boundary
         self._gradients: dict[int, Specs] = {}
-        self._arriving: dict[Message, _Travelling] = {}
+        self._arriving: dict[StageMessage, _Travelling] = {}
         self._leaving: deque[_Travelling] = deque()
 
     # -- sending and receiving ----------------------------------------------------------
@@ -136,7 +136,7 @@ class StageLinks:
         self._post(leaving, arriving)
         self._let_leave(_MOST_LEAVING)
 
-    def take(self, message: Message) -> list[Tensor]:
+    def take(self, message: StageMessage) -> list[Tensor]:
         """A message's tensors, once they have arrived (on CUDA: once the stream may use them).
 
         Raises:
@@ -146,7 +146,7 @@ class StageLinks:
         self._wait(arriving)
         return arriving.tensors
 
-    def hand_over(self, message: Message, tensors: Iterable[Tensor]) -> None:
+    def hand_over(self, message: StageMessage, tensors: Iterable[Tensor]) -> None:
         """A message from one chunk of this stage to another, which `take` finds; copied, too."""
         self._arriving[message] = _Travelling(self.stage, message, _copied(tensors))
 
@@ -222,7 +222,7 @@ class StageLinks:
         self._arriving.clear()
         self._leaving.clear()
 
-    def specs_of(self, message: Message) -> Specs:
+    def specs_of(self, message: StageMessage) -> Specs:
         """The shapes and dtypes of a message that was declared."""
         kind = self._declared if message.kind == "activation" else self._gradients
         return kind[message.boundary]
@@ -252,7 +252,7 @@ class StageLinks:
             self._wait(coming)
             self._set_specs(boundary, _decode(coming.tensors[0].tolist()))
 
-    def _check_sendable(self, spec: TensorSpec, message: Message) -> None:
+    def _check_sendable(self, spec: TensorSpec, message: StageMessage) -> None:
         if not can_send(spec.dtype, self.group.group, self.device):
             raise SpecError(
                 f"the {message} has a tensor of {spec.dtype}, which NCCL does not send; convert "
@@ -263,7 +263,7 @@ class StageLinks:
         self._declared[boundary] = specs
         self._gradients[boundary] = tuple(spec for spec in specs if spec.is_differentiable)
 
-    def _check(self, message: Message, tensors: Sequence[Tensor]) -> None:
+    def _check(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
         declared = self.specs_of(message)
         if len(tensors) != len(declared) or any(
             tensor.shape != spec.shape or tensor.dtype != spec.dtype

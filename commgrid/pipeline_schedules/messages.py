@@ -21,10 +21,10 @@ from commgrid.pipeline_schedules.schedule import (
     BackwardWeight,
     Computation,
     Forward,
-    Message,
     Recv,
     Schedule,
     Send,
+    StageMessage,
 )
 from commgrid.pipeline_schedules.simulator import simulate
 
@@ -97,12 +97,12 @@ def _program(order: list[tuple[float, Computation]], exchanges: dict[float, Exch
     return (*steps, *(exchanges[when] for when in reversed(waiting)))
 
 
-def message_of(schedule: Schedule, action: Computation) -> Message | None:
+def message_of(schedule: Schedule, action: Computation) -> StageMessage | None:
     """The message that carries an action's result to another part; None: there is none."""
     part = schedule.part(action)
     if isinstance(action, Forward):
         last = part + 1 == schedule.num_parts
-        return None if last else Message("activation", part, action.microbatch)
+        return None if last else StageMessage("activation", part, action.microbatch)
     if isinstance(action, BackwardWeight) or part == 0:
         return None
-    return Message("gradient", part - 1, action.microbatch)
+    return StageMessage("gradient", part - 1, action.microbatch)

@@ -26,10 +26,10 @@ from commgrid.pipeline_schedules.schedule import (
     BackwardWeight,
     Computation,
     Forward,
-    Message,
     Recv,
     Schedule,
     Send,
+    StageMessage,
 )
 
 MOST_LEAVING = 16
@@ -150,7 +150,7 @@ class _Stage:
         ranks = self.pipeline.ranks
         return Call(self.pipeline, operation, ranks[action.peer], shape, handle=name, where=name)
 
-    def needs(self, action: Computation) -> Message | None:
+    def needs(self, action: Computation) -> StageMessage | None:
         """The message from another stage that an action takes."""
         part = self.schedule.part(action)
         if isinstance(action, BackwardWeight):
@@ -159,10 +159,10 @@ class _Stage:
         if not 0 <= boundary < self.schedule.num_parts - 1 or self.schedule.num_stages == 1:
             return None
         kind = "activation" if isinstance(action, Forward) else "gradient"
-        return Message(kind, boundary, action.microbatch)
+        return StageMessage(kind, boundary, action.microbatch)
 
 
-def _name(message: Message) -> str:
+def _name(message: StageMessage) -> str:
     return str(message)
 
 
@@ -209,7 +209,7 @@ def _by_order(schedule: Schedule) -> dict[int, list[Step]]:
     return found
 
 
-def _tag(message: Message) -> int:
+def _tag(message: StageMessage) -> int:
     """A number of a message's own."""
     return 2 * (message.microbatch * 1_000_000 + message.boundary) + (message.kind == "gradient")
 

@@ -79,7 +79,7 @@ class BackwardWeight(Computation):
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class StageMessage:
     """A microbatch's tensors that cross from part `boundary` to `boundary + 1`, or back.
 
     Args:
@@ -103,7 +103,7 @@ class Send(Action):
     """Sends what the chunk has computed to another stage."""
 
     peer: int
-    message: Message
+    message: StageMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Recv(Action):
     """Receives what the chunk will need from another stage."""
 
     peer: int
-    message: Message
+    message: StageMessage
 
 
 Order = tuple[Computation, ...]

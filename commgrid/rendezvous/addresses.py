@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from commgrid.rendezvous.op import Drop, Get, Protocol, Put, Wait
+from commgrid.rendezvous.op import Drop, Get, Protocol, Put, WaitKey
 
 
 def publish(at: str, rank: int, address: str) -> Protocol[None]:
@@ -20,7 +20,7 @@ def published(at: str, ranks: Sequence[int]) -> Protocol[dict[int, str]]:
 
 def awaited(at: str, rank: int, until: float) -> Protocol[str | None]:
     """Return a rank's address, None if it has not published one until then."""
-    found: bytes | None = yield Wait(f"{at}/{rank}", until)
+    found: bytes | None = yield WaitKey(f"{at}/{rank}", until)
     return None if found is None else found.decode()
 
 

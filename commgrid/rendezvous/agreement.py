@@ -25,7 +25,7 @@ from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.documents import drop_documents, holders_of, merged, show, shown
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import (
     Decision,
     conclude,
@@ -180,7 +180,7 @@ class Agreement:
         until = (yield Now()) + (0.0 if time_is_up else self.margin)
         while len(here) < len(everyone) and (now := (yield Now())) < min(until, self._until):
             # Documents differ, and one names further ranks: a moment for these to arrive.
-            yield Wait(f"{at}/decision", now + self.margin / 10)
+            yield WaitKey(f"{at}/decision", now + self.margin / 10)
             here = yield from arrived(at, everyone)
         missing = [rank for rank in everyone if rank not in here]
         holders = yield from holders_of(self._base, documents, here)
@@ -425,7 +425,7 @@ class Agreement:
             # Not in the round itself, which it must not complete.
             yield from arrive(f"{at}/gave up", self._me, ())
             # The others were kept waiting as long, and arrive now.
-            yield Wait(f"{at}/decision", (yield Now()) + self.margin / 2)
+            yield WaitKey(f"{at}/decision", (yield Now()) + self.margin / 2)
             here = yield from arrived(at, self._members)
             here += yield from arrived(f"{at}/gave up", {*self._members} - {*here})
             missing = [rank for rank in self._members if rank not in here]
@@ -474,7 +474,7 @@ class Agreement:
             if self._server in self._members and self._server not in {self._me, *absentees}:
                 yield Put(released, b"")
         elif self._server == self._me:
-            yield Wait(released, (yield Now()) + timeouts().leave)
+            yield WaitKey(released, (yield Now()) + timeouts().leave)
             yield Drop((released,))
 
     def _after_a_loss(self, decision: Decision) -> Protocol[Decision]:
@@ -513,7 +513,7 @@ class Agreement:
 
     def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
         """Wait for a key; after a while publish where."""
-        found: bytes | None = yield Wait(key, min(until, (yield Now()) + timeouts().unseen))
+        found: bytes | None = yield WaitKey(key, min(until, (yield Now()) + timeouts().unseen))
         if found is None and (yield Now()) < until:
             host, ranks = self._where()
             place = {"name": self._name, "about": self.about, "at": self._base,
@@ -521,7 +521,7 @@ class Agreement:
                      "host": host, "ranks": pack(ranks)}  # fmt: skip
             self._published = True
             yield Put(f"waits/{self._me}", json.dumps(place).encode())
-            found = yield Wait(key, until)
+            found = yield WaitKey(key, until)
         return found
 
     def _unpublish(self) -> Protocol[None]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
-from commgrid.rendezvous.op import Drop, Now, Protocol, Wait
+from commgrid.rendezvous.op import Drop, Now, Protocol, WaitKey
 from commgrid.rendezvous.round import Decision, agreed, conclude, drop, round_
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -92,12 +92,12 @@ class Barriers:
         self._used.add(name)
         at, key = f"{self._place(name)}/failed", f"{self._place(name)}/decision"
         yield from arrive(at, self._me, self.ranks)
-        if (yield Wait(key, (yield Now()) + timeouts().leave)) is not None:
+        if (yield WaitKey(key, (yield Now()) + timeouts().leave)) is not None:
             return set(self.ranks) - {self._me}
         missing = {*self.ranks} - {*(yield from arrived(at, self.ranks)), self._me}
         if waited_for is not None and waited_for not in missing:
             # It lives, waits for a third rank, and is about to decide so.
-            yield Wait(key, (yield Now()) + timeouts().answer)
+            yield WaitKey(key, (yield Now()) + timeouts().answer)
         return missing
 
     def close(self) -> Protocol[None]:

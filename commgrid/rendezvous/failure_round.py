@@ -18,7 +18,7 @@ from typing import Any
 
 from commgrid.layout.rank_text import pack
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived
-from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import (
     Decision,
     conclude,
@@ -60,7 +60,7 @@ class Failure:
         key = f"{self._at}/decision"
         found = (yield Get((key,)))[0]
         if found is None and until > (yield Now()):
-            found = yield Wait(key, until)
+            found = yield WaitKey(key, until)
         return None if found is None else str(decoded(found)["text"])
 
     def told_by(self, ranks: Sequence[int], until: float) -> Protocol[str | None]:
@@ -138,7 +138,7 @@ class Failure:
                 limit = min(limit, last + timeouts().settle)
             if not absent or now >= limit:
                 return absent
-            found = yield Wait(f"{self._at}/decision", min(now + pause, limit))
+            found = yield WaitKey(f"{self._at}/decision", min(now + pause, limit))
             if found is not None:
                 return absent
             pause = min(2 * pause, timeouts().settle / 2)

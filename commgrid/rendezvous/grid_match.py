@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import forget
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -34,7 +34,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Card:
+class Candidate:
     """A grid that looks for another one.
 
     Args:
@@ -53,7 +53,7 @@ class Card:
     at: str
     words: str
 
-    def fits(self, other: Card) -> bool:
+    def fits(self, other: Candidate) -> bool:
         """Whether two cards are for each other."""
         return (
             self.about == other.about
@@ -62,16 +62,16 @@ class Card:
             and other.wants in (None, self.identity)
         )
 
-    def is_for(self, other: Card) -> bool:
+    def is_for(self, other: Candidate) -> bool:
         """Whether two cards are of one grid and for the same purpose."""
         mine, its = ((each.about, each.side, each.identity) for each in (self, other))
         return mine == its
 
 
-def match(mine: Card, until: float) -> Protocol[str | None]:
+def match(mine: Candidate, until: float) -> Protocol[str | None]:
     """Exchange words with a grid that fits; return the other grid's, or None if none has come."""
 
-    def take(waiting: list[Card]) -> Card | None:
+    def take(waiting: list[Candidate]) -> Candidate | None:
         waiting[:] = [card for card in waiting if not card.is_for(mine)]  # of a call that failed
         found = next((card for card in waiting if card.fits(mine)), None)
         if found is None:
@@ -84,16 +84,16 @@ def match(mine: Card, until: float) -> Protocol[str | None]:
     if found is not None:
         yield Put(found.at, mine.words.encode())
         return found.words
-    words: bytes | None = yield Wait(mine.at, until)
+    words: bytes | None = yield WaitKey(mine.at, until)
     if words is None and not (yield from withdraw(mine, f"{mine.at}/withdrawn")):
-        words = yield Wait(mine.at, (yield Now()) + timeouts().lease)  # it was taken just now
+        words = yield WaitKey(mine.at, (yield Now()) + timeouts().lease)  # it was taken just now
     if words is None:
         yield Put(mine.at, b"")  # ends the wait at the store, which has no other end
     yield from forget(mine.at)
     return None if words is None else words.decode()
 
 
-def withdraw(mine: Card, by: str) -> Protocol[bool]:
+def withdraw(mine: Candidate, by: str) -> Protocol[bool]:
     """Take the cards of a grid off the board, after a failure; return whether there was one.
 
     Args:
@@ -101,7 +101,7 @@ def withdraw(mine: Card, by: str) -> Protocol[bool]:
         by: name of this change of the board; no other one has it.
     """
 
-    def leave(waiting: list[Card]) -> bool:
+    def leave(waiting: list[Candidate]) -> bool:
         before = len(waiting)
         waiting[:] = [card for card in waiting if not card.is_for(mine)]
         return len(waiting) < before
@@ -111,13 +111,13 @@ def withdraw(mine: Card, by: str) -> Protocol[bool]:
     return (yield from _change(by, leave))
 
 
-def _change(by: str, action: Callable[[list[Card]], Found]) -> Protocol[Found]:
+def _change(by: str, action: Callable[[list[Candidate]], Found]) -> Protocol[Found]:
     """Change the list of cards, as no other rank does meanwhile; return the action's result."""
     attempt = 0
     while True:
         attempt += 1
         before = (yield Get((_BOARD,)))[0] or b""
-        waiting = [Card(**card) for card in json.loads(before)["waiting"]] if before else []
+        waiting = [Candidate(**card) for card in json.loads(before)["waiting"]] if before else []
         result = action(waiting)
         # No two changes are written alike, so that a rank that reads its own has made it.
         after = {"waiting": [asdict(card) for card in waiting], "by": f"{by}/{attempt}"}
@@ -175,7 +175,7 @@ class Calls:
             number = max((yield Add(self.counter, 0)), after + 1)
             number += 1 - number % 2
             now = yield Now()
-            words = yield Wait(f"{self.counter}/{number}", min(now + look, until))
+            words = yield WaitKey(f"{self.counter}/{number}", min(now + look, until))
             if words is not None:
                 return Heard(number, words.decode())
             if now + look >= until:

@@ -31,7 +31,7 @@ from commgrid.errors import (
 )
 from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import forget, said, tidy
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -52,7 +52,7 @@ class LateError(PeerTimeoutError):
 
 
 @dataclass(frozen=True)
-class Call:
+class Subject:
     """The subject of a call.
 
     Args:
@@ -72,7 +72,7 @@ class Call:
         return json.dumps({**vars(self), "ranks": ranks}).encode()
 
     @classmethod
-    def from_bytes(cls, text: bytes) -> Call:
+    def from_bytes(cls, text: bytes) -> Subject:
         given = json.loads(text)
         ranks = None if given["ranks"] is None else tuple(unpack(given["ranks"]))
         return cls(**{**given, "ranks": ranks})
@@ -95,7 +95,7 @@ class Membership:
         self._me, self._world, self._ended = me, world, ended
 
     def answer(
-        self, call: Call, words: str, conclude: Conclude, grace: float, until: float
+        self, call: Subject, words: str, conclude: Conclude, grace: float, until: float
     ) -> Protocol[Mapping[str, Any]]:
         """Open a call, or join the open one; on a rank that was in the grid.
 
@@ -148,13 +148,13 @@ class Membership:
         number = yield from self._next()
         while True:
             base = f"{_BASE}/{number}"
-            text: bytes | None = yield Wait(f"{base}/call", (yield Now()) + _LOOK_SECONDS)
+            text: bytes | None = yield WaitKey(f"{base}/call", (yield Now()) + _LOOK_SECONDS)
             if text is None:  # it may have been held up, and the call be over and deleted
                 number = yield from self._next()
                 continue
             if text == OVER:
                 return None
-            call = Call.from_bytes(text)
+            call = Subject.from_bytes(text)
             mine = call.name == name and (call.ranks is None or self._me in call.ranks)
             if mine:
                 yield Put(f"{base}/said/{self._me}", words.encode())
@@ -171,7 +171,7 @@ class Membership:
     def _decided(self, number: int) -> Protocol[dict[str, Any]]:
         """Wait for a call's decision. A deleted one counts as a decision without this rank."""
         key = f"{_BASE}/{number}/verdict"
-        while (yield Wait(key, (yield Now()) + _LOOK_SECONDS)) is None:
+        while (yield WaitKey(key, (yield Now()) + _LOOK_SECONDS)) is None:
             if (yield from self._next()) > number:
                 break
         return (yield from self._decision(number)) or {"here": ""}
@@ -210,23 +210,23 @@ class Membership:
         """Return the number of the last call that was counted as decided."""
         return int((yield Get((f"{_BASE}/count",)))[0] or 0)
 
-    def _open(self, call: Call) -> Protocol[tuple[int, Call]]:
+    def _open(self, call: Subject) -> Protocol[tuple[int, Subject]]:
         """Open the next call unless another rank has; return its number and what it is about."""
         number, mine = (yield from self._next()), call.to_bytes()
         found = yield Cas(f"{_BASE}/{number}/call", b"", mine)
         if found == OVER:  # by ranks that did not know yet
             found = yield Cas(f"{_BASE}/{number}/call", found, mine)
-        return number, Call.from_bytes(found)
+        return number, Subject.from_bytes(found)
 
-    def _wait_for_other(self, number: int, call: Call, until: float) -> Protocol[None]:
+    def _wait_for_other(self, number: int, call: Subject, until: float) -> Protocol[None]:
         """Wait for the decision of another grid's call; close it if its caller must have ended."""
         key, now = f"{_BASE}/{number}/verdict", (yield Now())
         limit = now + call.seconds + 2 * timeouts().lease
-        if (yield Wait(key, min(until, limit))) is None and limit <= until:
+        if (yield WaitKey(key, min(until, limit))) is None and limit <= until:
             nobody = {"here": "", "past": (yield from self._past(number))}
             yield Cas(key, b"", json.dumps(nobody).encode())
 
-    def _check_same(self, number: int, call: Call, open_call: Call) -> Protocol[None]:
+    def _check_same(self, number: int, call: Subject, open_call: Subject) -> Protocol[None]:
         if open_call.ranks != call.ranks:
             one, other = (
                 "none" if each.ranks is None else describe_ranks(each.ranks)
@@ -242,7 +242,7 @@ class Membership:
             raise _KINDS["mismatch"](told)
 
     def _take_part(
-        self, number: int, call: Call, words: str, conclude: Conclude, grace: float, until: float
+        self, number: int, call: Subject, words: str, conclude: Conclude, grace: float, until: float
     ) -> Protocol[dict[str, Any]]:
         base = f"{_BASE}/{number}"
         expected = call.ranks or self._world
@@ -257,7 +257,7 @@ class Membership:
             yield Put(f"{base}/complete", b"")
         else:
             patience = until if call.ranks is not None else (yield Now()) + grace
-            yield Wait(f"{base}/complete", min(patience, until))
+            yield WaitKey(f"{base}/complete", min(patience, until))
         turn = 0
         while True:
             count = yield from self._count()
@@ -269,12 +269,12 @@ class Membership:
             if (yield Add(f"{base}/examiner/{turn}", 1)) == 1:
                 yield from self._examine(number, call, conclude)
             else:
-                yield Wait(f"{base}/verdict", (yield Now()) + timeouts().lease / 2)
+                yield WaitKey(f"{base}/verdict", (yield Now()) + timeouts().lease / 2)
         if "refused" in decision:
             raise _KINDS[decision["error"]](decision["refused"])
         return decision
 
-    def _examine(self, number: int, call: Call, conclude: Conclude) -> Protocol[None]:
+    def _examine(self, number: int, call: Subject, conclude: Conclude) -> Protocol[None]:
         """Look which ranks are here, and decide for all of them."""
         base = f"{_BASE}/{number}"
         came = yield from arrived(f"{base}/here", call.ranks or self._world)
@@ -296,7 +296,7 @@ class Membership:
         yield from self._conclude(number, {**found, "here": pack(here), "ended": pack(ended)}, call)
         yield from forget(*(f"{base}/said/{rank}" for rank in here))
 
-    def _conclude(self, number: int, found: Mapping[str, Any], call: Call) -> Protocol[None]:
+    def _conclude(self, number: int, found: Mapping[str, Any], call: Subject) -> Protocol[None]:
         past = yield from self._past(number)
         if "refused" not in found:
             past = {**past, call.after: found["here"]}
@@ -328,7 +328,7 @@ class Membership:
         ))  # fmt: skip
 
 
-def _late(call: Call, rank: int) -> LateError:
+def _late(call: Subject, rank: int) -> LateError:
     return LateError(
         f"rebuild of grid {call.name!r}: rank {rank} came too late, others have gone on without "
         "it; give a longer grace=, or call rebuild again, in which it now waits for a place"

@@ -59,7 +59,7 @@ class Cas:
 
 
 @dataclass(frozen=True)
-class Wait:
+class WaitKey:
     """Wait for a key to exist: its value, or None if the time `until` comes first."""
 
     key: str
@@ -78,7 +78,7 @@ class Now:
     """Read the clock, in seconds."""
 
 
-Op = Get | Put | Add | Cas | Wait | Drop | Now
+Op = Get | Put | Add | Cas | WaitKey | Drop | Now
 Result = TypeVar("Result")
 Protocol = Generator[Op, Any, Result]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from commgrid.rendezvous.arrival_bitmap import BLOCK, Arrival, arrive, arrived, counters
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import forget, said
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -49,7 +49,7 @@ class Questions:
             yield Put(key, str(self._me).encode())
         if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
             yield Put(f"{at}/all", b"")
-        yield Wait(f"{at}/all", (yield Now()) + seconds)
+        yield WaitKey(f"{at}/all", (yield Now()) + seconds)
         yield Drop(asked)  # first: a rank that answers later deletes its own keys
         others = [rank for rank in (yield from arrived(at, self._world)) if rank != self._me]
         answers = yield from said(at, others)
@@ -84,7 +84,7 @@ class Questions:
         for number in range(first, self._heard + 1):
             at, asked = f"{_BASE}/{number}", self._asked(number)
             # The count rises just before the key is written. A question that is over has no key.
-            if (yield Wait(asked, soon)) not in (None, str(self._me).encode()):
+            if (yield WaitKey(asked, soon)) not in (None, str(self._me).encode()):
                 yield Put(f"{at}/said/{self._me}", make())
                 if (yield from arrive(at, self._me, self._world)) is Arrival.LAST:
                     yield Put(f"{at}/all", b"")
@@ -122,7 +122,7 @@ def hear(at: str, soon: float, seconds: float) -> Protocol[str]:
     Returns:
         Empty if none comes, or tells nothing in time.
     """
-    if (yield Wait(f"{at}/first", (yield Now()) + soon)) is None:
+    if (yield WaitKey(f"{at}/first", (yield Now()) + soon)) is None:
         return ""
-    told: bytes | None = yield Wait(f"{at}/told", (yield Now()) + seconds)
+    told: bytes | None = yield WaitKey(f"{at}/told", (yield Now()) + seconds)
     return (told or b"").decode()

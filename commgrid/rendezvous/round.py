@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, StoreLostError, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, StoreLostError, WaitKey
 from commgrid.rendezvous.timeouts import timeouts
 
 Decision = dict[str, Any]
@@ -64,7 +64,7 @@ def round_(
         decide: makes the decision.
         say: left for the member that decides; see `said`.
         sweep: earlier rounds of the same members that are over.
-        await_decision: waits for the decision's key, as `Wait` does.
+        await_decision: waits for the decision's key, as `WaitKey` does.
 
     Raises:
         StoreLostError: the store has ended or does not answer.
@@ -105,7 +105,7 @@ def decision_of(
                 if len((yield from arrived(at, members))) == len(members):
                     # The last one has ended before it could decide.
                     return (yield from conclude(at, (yield from decide((), False))))
-                found = yield Wait(key, min(until, now + timeouts().lease))
+                found = yield WaitKey(key, min(until, now + timeouts().lease))
     if found is None:
         found = yield from wait(key, until)
     turn = 0
@@ -115,7 +115,7 @@ def decision_of(
             came = set((yield from arrived(at, members)))
             absent = [rank for rank in members if rank not in came]
             return (yield from conclude(at, (yield from decide(absent, True))))
-        found = yield Wait(key, (yield Now()) + timeouts().lease)
+        found = yield WaitKey(key, (yield Now()) + timeouts().lease)
     return decoded(found)
 
 
@@ -175,5 +175,5 @@ def decoded(value: bytes) -> Decision:
 
 
 def _wait(key: str, until: float) -> Protocol[bytes | None]:
-    found: bytes | None = yield Wait(key, until)
+    found: bytes | None = yield WaitKey(key, until)
     return found

@@ -20,7 +20,7 @@ from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.arrival_bitmap import arrive, arrived
 from commgrid.rendezvous.documents import show
-from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, Wait
+from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import Decision, conclude, decision_of
 from commgrid.rendezvous.start_decision import error_of, held_up
 from commgrid.rendezvous.timeouts import timeouts
@@ -91,7 +91,7 @@ class FirstAgreement(Agreement):
         key, patience = f"{self._token}/next" if self._token else "epoch", timeouts().unseen
         while True:
             until = min(self._until, (yield Now()) + patience)
-            found: bytes | None = yield Wait(key, until)
+            found: bytes | None = yield WaitKey(key, until)
             if (yield Now()) > self._until + timeouts().answer:
                 raise held_up(self.about, self._me, self._limit)
             if found is None:  # a rank 0 may have ended before it wrote `next`
@@ -106,7 +106,9 @@ class FirstAgreement(Agreement):
 
     def _nobody_opened(self, key: str) -> Protocol[CommGridError]:
         """Return the error that rank 0 is absent, with the others that are."""
-        opened: bytes | None = yield Wait(key, (yield Now()) + self.margin)  # others come to it now
+        opened: bytes | None = yield WaitKey(
+            key, (yield Now()) + self.margin
+        )  # others come to it now
         if opened is not None and opened.decode() != self._token:
             return PeerTimeoutError(
                 f"{self.about}: {self._limit} was over on rank {self._me} when rank {self._first} "
@@ -138,7 +140,7 @@ class FirstAgreement(Agreement):
         """Wait for the last rank's word, and look whether it has come and ended before that."""
         while (now := (yield Now())) < self._until:
             until = min(self._until, now + timeouts().lease)
-            if (yield Wait(complete, until)) is not None:
+            if (yield WaitKey(complete, until)) is not None:
                 return True
             here = yield from arrived(self._place(0), self._members)
             if len(here) == len(self._members):
@@ -155,7 +157,7 @@ class FirstAgreement(Agreement):
 
     def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
         """Wait for a key; a world has no other place where ranks may be."""
-        found: bytes | None = yield Wait(key, until)
+        found: bytes | None = yield WaitKey(key, until)
         return found
 
     def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
@@ -174,4 +176,4 @@ def leave_world(ranks: int, serves: bool, until: float) -> Protocol[None]:
     if (yield Add("left", 1)) >= ranks:
         yield Put("left/all", b"")
     elif serves:
-        yield Wait("left/all", until)
+        yield WaitKey("left/all", until)

@@ -49,7 +49,7 @@ class Form:
         return f"shape {self.shape} and dtype {self.dtype}"
 
 
-class Entry(NamedTuple):
+class LayoutEntry(NamedTuple):
     """A tensor of a rank.
 
     Args:
@@ -67,7 +67,7 @@ Names = list[tuple[str, int, str]]
 """Of each tensor its name, the number of its form, and the name that it gets its numbers from."""
 
 
-def pack(entries: Sequence[Entry]) -> bytes:
+def pack(entries: Sequence[LayoutEntry]) -> bytes:
     """A rank's layout as bytes, equal where layouts are: forms, names, and the forms' length."""
     forms: dict[Form, int] = {}
     names = [(e.name, forms.setdefault(e.form, len(forms)), e.source) for e in entries]
@@ -75,11 +75,11 @@ def pack(entries: Sequence[Entry]) -> bytes:
     return described + _packed(names) + len(described).to_bytes(_LENGTH, "big")
 
 
-def unpack(data: bytes) -> list[Entry]:
+def unpack(data: bytes) -> list[LayoutEntry]:
     """What `pack` packed."""
     described, names = _split(data)
     forms = _forms(described)
-    return [Entry(name, forms[number], source) for name, number, source in _names(names)]
+    return [LayoutEntry(name, forms[number], source) for name, number, source in _names(names)]
 
 
 def _packed(value: object) -> bytes:
@@ -105,7 +105,7 @@ def _names(data: bytes) -> Names:
 
 
 @dataclass(frozen=True)
-class Side:
+class GridLayouts:
     """The layouts of all ranks of a grid.
 
     Args:
@@ -119,7 +119,7 @@ class Side:
     places: Mapping[int, int]
 
     @classmethod
-    def of(cls, layouts: Mapping[int, bytes]) -> Side:
+    def of(cls, layouts: Mapping[int, bytes]) -> GridLayouts:
         """The side of ranks and their packed layouts."""
         lists: dict[bytes, int] = {}
         kinds: dict[tuple[int, bytes], int] = {}
@@ -245,7 +245,7 @@ class Side:
         return " and ".join(f"{form} on {describe_ranks(ranks)}" for form, ranks in said.items())
 
 
-def check_sides(source: Side, target: Side, partly: bool) -> None:
+def check_sides(source: GridLayouts, target: GridLayouts, partly: bool) -> None:
     """Refuses sides that are not of one model.
 
     Args:

@@ -13,7 +13,7 @@ from torch import Tensor
 from commgrid.errors import SpecError
 from commgrid.layout.box import Box, Shape, common
 from commgrid.resharding.item import Chunk
-from commgrid.resharding.layouts import Entry, Form, pack
+from commgrid.resharding.layouts import Form, LayoutEntry, pack
 
 
 @dataclass
@@ -60,7 +60,7 @@ class LocalBoxes:
         for name, held in self._tensors.items():
             dtype = str(held.dtype).removeprefix("torch.")
             form = Form(held.shape, dtype, held.dtype.itemsize, tuple(held.chunks))
-            entries.append(Entry(name, form, held.source))
+            entries.append(LayoutEntry(name, form, held.source))
         return pack(entries)
 
     def view(self, name: str, box: Box) -> Tensor:

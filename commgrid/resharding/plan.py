@@ -19,7 +19,7 @@ from pathlib import Path
 
 from commgrid.layout.box import Box, volume
 from commgrid.resharding.assignment import Demand, cut, fair_shares
-from commgrid.resharding.layouts import Side, check_sides
+from commgrid.resharding.layouts import GridLayouts, check_sides
 from commgrid.resharding.pools import MovedTensor, Ranks, Run, kinds_of, pools_of
 from commgrid.resharding.traffic import Traffic, as_table
 
@@ -97,7 +97,7 @@ class TransferPlan:
         TransferError: the sides are not of one model, or no rank has a part of it.
 
     Example:
-        >>> from commgrid.resharding.layouts import Entry, Form, Side, pack
+        >>> from commgrid.resharding.layouts import Entry, Form, GridLayouts, pack
         >>> def rows(*boxes: Box) -> bytes:
         ...     return pack([Entry("weight", Form((6, 2), "float32", 4, boxes))])
         >>> whole, half = rows(((0, 0), (6, 2))), rows(((3, 0), (3, 2)))
@@ -108,8 +108,8 @@ class TransferPlan:
 
     def __init__(
         self,
-        source: Side,
-        target: Side,
+        source: GridLayouts,
+        target: GridLayouts,
         hosts: Mapping[int, str] | None = None,
         *,
         partly: bool = False,
@@ -306,7 +306,7 @@ def _sorted(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
     return tuple(sorted(stretches, key=lambda stretch: -stretch[0].itemsize))
 
 
-def _tensors(source: Side, target: Side) -> list[MovedTensor]:
+def _tensors(source: GridLayouts, target: GridLayouts) -> list[MovedTensor]:
     """The tensors that are moved, by the target's names."""
     found = []
     for name, form in sorted(target.forms.items()):

@@ -19,7 +19,7 @@ from itertools import accumulate
 from commgrid.errors import TransferError
 from commgrid.layout.box import Box, common, part_of_range, volume, without
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.resharding.layouts import Side
+from commgrid.resharding.layouts import GridLayouts
 
 Ranks = tuple[int, ...]
 
@@ -175,7 +175,9 @@ Kind = tuple[tuple[int, int], ...]
 """The lists of names that have a tensor, and the number of its form in each."""
 
 
-def kinds_of(tensors: Sequence[MovedTensor], source: Side, target: Side) -> list[list[MovedTensor]]:
+def kinds_of(
+    tensors: Sequence[MovedTensor], source: GridLayouts, target: GridLayouts
+) -> list[list[MovedTensor]]:
     """Tensors that lie alike on both sides, together."""
     found: dict[tuple[Kind, Kind], list[MovedTensor]] = {}
     for tensor in tensors:
@@ -184,7 +186,9 @@ def kinds_of(tensors: Sequence[MovedTensor], source: Side, target: Side) -> list
     return list(found.values())
 
 
-def pools_of(kinds: Sequence[Sequence[MovedTensor]], source: Side, target: Side) -> list[Pool]:
+def pools_of(
+    kinds: Sequence[Sequence[MovedTensor]], source: GridLayouts, target: GridLayouts
+) -> list[Pool]:
     """All boxes of all kinds, in one order on all ranks.
 
     Raises:
@@ -211,7 +215,7 @@ def pools_of(kinds: Sequence[Sequence[MovedTensor]], source: Side, target: Side)
 class _RankSets:
     """The ranks that have one of some layouts, each set made once."""
 
-    def __init__(self, source: Side, target: Side) -> None:
+    def __init__(self, source: GridLayouts, target: GridLayouts) -> None:
         self._sides = source.ranks_of, target.ranks_of
         self._known: dict[tuple[int, frozenset[int]], Ranks] = {}
 
@@ -223,7 +227,7 @@ class _RankSets:
         return found
 
 
-def _places_by_box(side: Side, name: str) -> list[tuple[Box, frozenset[int]]]:
+def _places_by_box(side: GridLayouts, name: str) -> list[tuple[Box, frozenset[int]]]:
     """Each box of a tensor, and the layouts that have it."""
     found: dict[Box, set[int]] = {}
     for place, form in side.held_as(name).items():
@@ -234,7 +238,7 @@ def _places_by_box(side: Side, name: str) -> list[tuple[Box, frozenset[int]]]:
 
 
 def _pieces(
-    tensor: MovedTensor, source: Side, target: Side, ranks: _RankSets
+    tensor: MovedTensor, source: GridLayouts, target: GridLayouts, ranks: _RankSets
 ) -> Iterator[tuple[Box, Ranks, Ranks]]:
     """The target's boxes of one tensor, cut where what ranks hold of it begins and ends.
 

@@ -126,7 +126,7 @@ class Carrier:
         Raises:
             GoneError: a rank that should send or receive is gone, or does not answer.
         """
-        ring = Ring(self._room, self._device)
+        ring = RingBuffer(self._room, self._device)
         under_way: deque[_UnderWay] = deque()
         for batch in _batches(self._parcels(), self._batch):
             size = _packed_size(batch)
@@ -175,7 +175,7 @@ class Carrier:
         works = start_transfers(self._group, sends, recvs, refused)
         return _UnderWay(batch, buffers, works, room)
 
-    def _finish(self, under_way: _UnderWay, ring: Ring) -> None:
+    def _finish(self, under_way: _UnderWay, ring: RingBuffer) -> None:
         """Waits for a batch, and takes what came out of its buffers."""
         ordered = sorted(under_way.batch, key=lambda parcel: not parcel.message.is_send)
         for number, work in enumerate(under_way.works):  # or one handle for all of them
@@ -308,7 +308,7 @@ class Room:
     buffer: Tensor
 
 
-class Ring:
+class RingBuffer:
     """Memory that is made at its first use.
 
     Args:

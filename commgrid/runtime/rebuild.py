@@ -23,7 +23,7 @@ from commgrid.layout.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, Rebuilt, refit
 from commgrid.recording import live
-from commgrid.rendezvous.membership import Call, LateError, Membership
+from commgrid.rendezvous.membership import LateError, Membership, Subject
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, Registry, _registry
@@ -231,7 +231,7 @@ class _Rebuild:
         try:
             if made is None:
                 return driver.run(calls.wait(self.name, said))
-            call = Call(self.name, made.identity, self.ranks)
+            call = Subject(self.name, made.identity, self.ranks)
             conclude = partial(self._conclude, made)
             return driver.run(calls.answer(call, said, conclude, self.grace, self.deadline))
         except LateError:

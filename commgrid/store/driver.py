@@ -16,7 +16,7 @@ from commgrid.rendezvous.op import (
     Protocol,
     Put,
     StoreLostError,
-    Wait,
+    WaitKey,
 )
 from commgrid.store.client import PatientStore, SilentStoreError
 from commgrid.store.key_wait import Line, seconds_until
@@ -91,7 +91,7 @@ class StoreDriver:
                 return self.store.add(key, by)
             case Cas(key, old, new):
                 return self.store.compare_set(key, old, new)  # type: ignore[arg-type]
-            case Wait(key, until):
+            case WaitKey(key, until):
                 return self._wait(key, until)
             case Drop(keys):
                 for key in keys:

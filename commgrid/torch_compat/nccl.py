@@ -207,7 +207,12 @@ _groups: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def fill_in_sizes(group: dist.ProcessGroup) -> None:
-    """From now on an all-to-all without sizes on this group is one of equal sizes."""
+    """Give an all-to-all without sizes on this group equal ones from now on.
+
+    Communicators do not block, so that connecting has a limit: NCCL answers "in progress", and
+    torch waits. `all_to_all_single` without sizes does not wait (seen in torch 2.11 with NCCL
+    2.28), and "NCCL operation in progress" is then an error. It can go when torch waits there.
+    """
     _groups.add(group)
     for name in _METHODS:
         method = vars(dist.ProcessGroup).get(name)

@@ -23,7 +23,7 @@ from commgrid.layout.box import Box
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Shared, Value, key_of
-from commgrid.resharding.layouts import Form, Side
+from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState, copy_of
@@ -138,7 +138,7 @@ class SharedBoxes:
         group: whose ranks compare, with or without boxes of their own.
     """
 
-    def __init__(self, side: Side, group: ProcessGroup) -> None:
+    def __init__(self, side: GridLayouts, group: ProcessGroup) -> None:
         self._group, self._ranks_of = group, side.ranks_of
         self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
         alike: dict[Any, list[str]] = {}
@@ -243,7 +243,7 @@ class SourceSide(OneSide):
             self.more = Offer(tuple(value.key for value in values))
         self.values = {value.key: _plain(value) for value in values if value.writes}
 
-    def compare_boxes_of(self, side: Side, group: ProcessGroup) -> None:
+    def compare_boxes_of(self, side: GridLayouts, group: ProcessGroup) -> None:
         """Hears what is to be equal between ranks.
 
         Args:

@@ -19,7 +19,7 @@ from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferE
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Pairing, check_alive
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.resharding.layouts import Side
+from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
@@ -227,11 +227,11 @@ class Transfer:
 
     def _gathered(
         self, told: list[_Told]
-    ) -> tuple[Side, dict[int, str], frozenset[str], list[Any], bool, bool]:
+    ) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool]:
         by_rank = dict(zip(self._barriers.ranks, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
-            Side.of(layouts),
+            GridLayouts.of(layouts),
             {rank: one.host for rank, one in by_rank.items()},
             frozenset(device for one in told for device in one.devices),
             [one.more for one in told if one.more is not None],

@@ -26,7 +26,7 @@ _LINKS = 64  # members of a group that lines join
 
 
 @dataclass(frozen=True)
-class Places:
+class CellPlaces:
     """Where the cells of a panel are, in cells, from the upper left corner.
 
     Args:
@@ -42,7 +42,7 @@ class Places:
     extent: tuple[float, float]
 
 
-def place(view: GridView) -> Places:
+def place(view: GridView) -> CellPlaces:
     """Nodes in columns, the whole about 1.5 times as wide as high."""
     per_node = max(len(ranks) for ranks in view.nodes.values())
     across = min(per_node, _MOST_PER_ROW)
@@ -58,7 +58,7 @@ def place(view: GridView) -> Places:
         for i, rank in enumerate(ranks):
             cells[rank] = (x + i % across, y + i // across)
     extent = (columns * width - _GAP, rows * height - _GAP)
-    return Places(cells, nodes, (float(across), float(high)), extent)
+    return CellPlaces(cells, nodes, (float(across), float(high)), extent)
 
 
 def draw_grid(view: GridView) -> Figure:
@@ -96,7 +96,7 @@ def _title(view: GridView) -> str:
     return f"{title}\nrank {view.rank} is {GroupPlan.for_rank(view.spec, view.rank).place}"
 
 
-def _panel(axes: Axes, view: GridView, places: Places, name: str) -> None:
+def _panel(axes: Axes, view: GridView, places: CellPlaces, name: str) -> None:
     from matplotlib.patches import Rectangle
 
     axes.set_title(view.describe(name).replace("; ", "\n"), fontsize=9.5, loc="left")
@@ -137,7 +137,7 @@ def _chosen(view: GridView, name: str) -> tuple[int, ...]:
     return next((g for g in groups if len({view.node_of(rank) for rank in g}) > 1), ())
 
 
-def _links(axes: Axes, view: GridView, places: Places, group: tuple[int, ...]) -> None:
+def _links(axes: Axes, view: GridView, places: CellPlaces, group: tuple[int, ...]) -> None:
     for one, other in islice(pairwise(group), _LINKS - 1):
         leaves = view.node_of(one) != view.node_of(other)
         (x, y), (u, v) = places.cells[one], places.cells[other]

@@ -12,14 +12,14 @@ from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.crossing import find_crossings
 from commgrid.cost_model.model import find_model
 from commgrid.cost_model.placement import of_spec
-from commgrid.cost_model.step import Traffic, step_cost, traffic
+from commgrid.cost_model.step import StepTraffic, step_cost, traffic
 from commgrid.planning.spec import GridSpec
 
 GPT = replace(find_model("gpt-175b"), batch=64)
 H100 = CLUSTERS["h100"]
 
 
-def of(model: str, **config: int | str) -> dict[str, Traffic]:
+def of(model: str, **config: int | str) -> dict[str, StepTraffic]:
     given = GPT if model == "gpt" else find_model(model)
     cost = step_cost(given, ParallelConfig(**config), H100)  # type: ignore[arg-type]
     return {each.name: each for each in traffic(cost)}

@@ -49,7 +49,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
 from commgrid import checkpoint
-from commgrid.resharding.layouts import Entry, Form, Side, pack
+from commgrid.resharding.layouts import Form, GridLayouts, LayoutEntry, pack
 from commgrid.resharding.transport import most_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.transfer import Transfer, TransferPlan
@@ -286,31 +286,35 @@ def layout(layers: range, ranks: int, rank: int, fsdp: bool = False) -> bytes:
             size[dim] //= ranks
             offset[dim] = rank * size[dim]
         forms[name] = Form(shape, "bfloat16", 2, ((tuple(offset), tuple(size)),))
-    return pack([Entry(f"blocks.{i}.{name}", form) for i in layers for name, form in forms.items()])
+    return pack(
+        [LayoutEntry(f"blocks.{i}.{name}", form) for i in layers for name, form in forms.items()]
+    )
 
 
-def of_tp(ranks: range, tp: int, pp: int) -> Side:
+def of_tp(ranks: range, tp: int, pp: int) -> GridLayouts:
     """tp, then dp, then pp."""
     kinds = {
         (t, p): layout(range(p * LAYERS // pp, (p + 1) * LAYERS // pp), tp, t)
         for t, p in itertools.product(range(tp), range(pp))
     }
     stage = len(ranks) // pp
-    return Side.of({rank: kinds[i % tp, i // stage] for i, rank in enumerate(ranks)})
+    return GridLayouts.of({rank: kinds[i % tp, i // stage] for i, rank in enumerate(ranks)})
 
 
-def of_fsdp(ranks: range) -> Side:
+def of_fsdp(ranks: range) -> GridLayouts:
     """Every rank with rows of its own: a layer says what the others are like, but for names."""
-    (names,) = Side.of({0: layout(range(LAYERS), len(ranks), 0, True)}).lists
-    one = Side.of({rank: layout(range(1), len(ranks), i, True) for i, rank in enumerate(ranks)})
-    return Side((names,), one.packed, one.places)
+    (names,) = GridLayouts.of({0: layout(range(LAYERS), len(ranks), 0, True)}).lists
+    one = GridLayouts.of(
+        {rank: layout(range(1), len(ranks), i, True) for i, rank in enumerate(ranks)}
+    )
+    return GridLayouts((names,), one.packed, one.places)
 
 
-def planning(source: Side, target: Side, repeats: int) -> list[float]:
+def planning(source: GridLayouts, target: GridLayouts, repeats: int) -> list[float]:
     """Seconds of a rank, every other time one of the target's."""
     found = []
     for repeat in range(repeats):
-        heard = [Side(side.lists, side.packed, side.places) for side in (source, target)]
+        heard = [GridLayouts(side.lists, side.packed, side.places) for side in (source, target)]
         rank = min((target if repeat % 2 else source).places)
         started = time.perf_counter()
         plan = TransferPlan(*heard)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid.bridge import Bridge
-from commgrid.bridge.headers import Ledger
+from commgrid.bridge.headers import PendingGradients
 from commgrid.errors import CommGridError
 from commgrid.testing import run_on_ranks
 
@@ -131,7 +131,7 @@ def test_copies_that_differ_do_not_cross() -> None:
 
 
 def test_what_one_sender_tells_leaves_what_was_sent_to_another() -> None:
-    target = Ledger("bridge 'b'")
+    target = PendingGradients("bridge 'b'")
     target.send(0, [0, 1])
     target.hear([1, 1, *[-1] * 6], sender=0)  # rank 0 has received its gradient of call 0
     with pytest.raises(CommGridError, match="gradient of call 0 was sent, but rank 1 has dropped"):
@@ -139,7 +139,7 @@ def test_what_one_sender_tells_leaves_what_was_sent_to_another() -> None:
 
 
 def test_each_sender_is_told_once_which_calls_were_dropped() -> None:
-    source = Ledger("bridge 'b'")
+    source = PendingGradients("bridge 'b'")
     owed = source.owe(0, {2: (1,), 3: (1,)})
     assert source.head(1, 2)[:3] == [1, 0, -1]  # call 0 may still be received
     del owed

@@ -8,7 +8,7 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from commgrid.bridge.plan import BridgeMessage, Positions, Side, even, messages, one_by_one
+from commgrid.bridge.plan import BridgeMessage, BridgeSide, Positions, even, messages, one_by_one
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.ranges import union
 
@@ -29,19 +29,21 @@ def shares(draw: st.DrawFn, length: int) -> tuple[Ranges, ...]:
 
 
 @st.composite
-def sides(draw: st.DrawFn, held: Positions, first: int, parted: bool) -> Side:
+def sides(draw: st.DrawFn, held: Positions, first: int, parted: bool) -> BridgeSide:
     """A rank or several at each place, on ranks from `first`; each copy with a part, or none."""
     copies, parts = draw(st.integers(1, 3)), draw(st.integers(1, 2)) if parted else 1
     everywhere = list(product(*(range(len(along)) for along in held)))
     ranks = draw(st.permutations(range(first, first + len(everywhere) * copies * parts)))
     at = [(place, part) for part in range(parts) for place in everywhere for _ in range(copies)]
-    return Side(
+    return BridgeSide(
         {rank: place for rank, (place, _) in zip(ranks, at, strict=True)},
         {rank: part for rank, (_, part) in zip(ranks, at, strict=True)},
     )
 
 
-def delivered(plan: list[BridgeMessage], held: Positions, senders: Side) -> dict[int, Counter]:  # type: ignore[type-arg]
+def delivered(
+    plan: list[BridgeMessage], held: Positions, senders: BridgeSide
+) -> dict[int, Counter]:  # type: ignore[type-arg]
     """The positions in each row of every receiver: (row, position, part) counts."""
     found: dict[int, Counter] = {}  # type: ignore[type-arg]
     for one in plan:
@@ -110,8 +112,8 @@ def test_lengths_follow_each_other() -> None:
 
 def test_copies_take_turns() -> None:
     """8 receivers of one sender's 4 copies: each of these sends to 2."""
-    senders = Side(dict.fromkeys(range(4), (0,)), dict.fromkeys(range(4), 0))
-    receivers = Side(
+    senders = BridgeSide(dict.fromkeys(range(4), (0,)), dict.fromkeys(range(4), 0))
+    receivers = BridgeSide(
         {rank: (rank - 10,) for rank in range(10, 18)}, dict.fromkeys(range(10, 18), 0)
     )
     held, wanted = (even(80, 1),), (even(80, 8),)

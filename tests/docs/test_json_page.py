@@ -14,7 +14,7 @@ import pytest
 from commgrid import cli
 from commgrid.audit.auditing import Audit
 from commgrid.audit.dry import Dry
-from commgrid.audit.finding import Comparison, Finding
+from commgrid.audit.finding import Comparison, Divergence
 from commgrid.cli.output import JSON_VERSION, as_json
 from commgrid.resharding.traffic import Traffic
 from commgrid.testing import run_on_ranks
@@ -105,7 +105,7 @@ def test_json_is_as_the_page_says(which: str, tmp_path: Path) -> None:
 
 
 def test_json_of_audit_is_as_the_page_says() -> None:
-    finding = Finding(
+    finding = Divergence(
         "dp=2", 1, "gradient", "a", "not reduced", ("dp",), 0.5, "b", (("c", "d", "e"),)
     )
     found = Comparison("dp=2", 1, {"weights": 3}, (finding,), 0.0, ("a note",), 1e-9)

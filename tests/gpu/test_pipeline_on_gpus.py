@@ -9,7 +9,7 @@ import commgrid
 from commgrid.collectives import all_gather
 from commgrid.pipeline import Pipeline, StageLinks, make_schedule, programs
 from commgrid.pipeline_schedules.messages import Exchange
-from commgrid.pipeline_schedules.schedule import SCHEDULES, Message, Send
+from commgrid.pipeline_schedules.schedule import SCHEDULES, Send, StageMessage
 from tests.gpu.on_gpus import on_gpus
 from tests.gpu.test_layers import close
 
@@ -42,7 +42,7 @@ def messages(device: str) -> int:
     return arrived
 
 
-def expected(message: Message, device: str) -> list[Tensor]:
+def expected(message: StageMessage, device: str) -> list[Tensor]:
     """States in bf16, a mask and positions; a gradient has the first only."""
     number = float(message.boundary * 16 + message.microbatch)
     states = torch.full((33, WIDTH), number, dtype=torch.bfloat16, device=device)

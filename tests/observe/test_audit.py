@@ -14,10 +14,10 @@ import torch
 
 import commgrid
 from commgrid import GridSpec, SpecError, cli
-from commgrid.audit.assemble import Ranks, join, ratio, relative
+from commgrid.audit.assemble import GridRanks, join, ratio, relative
 from commgrid.audit.auditing import Audit
 from commgrid.audit.compare import compare
-from commgrid.audit.finding import KINDS, Comparison, Finding
+from commgrid.audit.finding import KINDS, Comparison, Divergence
 from commgrid.audit.records import LARGEST, About, thin_shape, thinned
 from commgrid.launching import script as launching
 from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
@@ -139,7 +139,7 @@ def test_axes_are_those_along_which_ranks_differ() -> None:
         About(r, 4, {"dense": {"tp": r % 2, "dp": r // 2}}, {"dense": {"tp": 2, "dp": 2}})
         for r in range(4)
     ]
-    ranks = Ranks(about)
+    ranks = GridRanks(about)
     assert ranks.along(1, ("dp",)) == [1, 3]
     assert ranks.axes_between([(0, 1), (0, 3)]) == ("tp",)
     assert ranks.axes_between([(0, 2)]) == ("dp",)
@@ -327,7 +327,7 @@ def test_a_program_that_hangs_is_killed_with_all_its_ranks(
 
 def test_the_text_names_what_is_alike_once() -> None:
     same = [
-        Finding("tp=2", 1, "gradient", name, "not reduced", ("tp",), 0.5, "two of them")
+        Divergence("tp=2", 1, "gradient", name, "not reduced", ("tp",), 0.5, "two of them")
         for name in "abcdef"
     ]
     found = Comparison("tp=2", 1, {"weights": 3}, tuple(same), 0.0, ("a note",), 1e-9)

@@ -28,7 +28,7 @@ from commgrid.pipeline import (
     simulate,
 )
 from commgrid.pipeline_schedules.messages import Program
-from commgrid.pipeline_schedules.schedule import SCHEDULES, Computation, Message
+from commgrid.pipeline_schedules.schedule import SCHEDULES, Computation, StageMessage
 from tests.sizes import full
 
 STAGES, CHUNKS, MICROBATCHES = (
@@ -120,11 +120,11 @@ def dependencies_hold(schedule: Schedule, spans: object) -> None:
 
 
 def messages_match(schedule: Schedule, stages: tuple[tuple[object, ...], ...]) -> None:
-    sent: dict[Message, Send] = {}
-    received: dict[Message, Recv] = {}
+    sent: dict[StageMessage, Send] = {}
+    received: dict[StageMessage, Recv] = {}
     for stage, program in enumerate(stages):
         done: set[Computation] = set()
-        there: set[Message] = set()
+        there: set[StageMessage] = set()
         for step in program:
             if isinstance(step, Exchange):
                 for send in step.sends:
@@ -143,9 +143,9 @@ def messages_match(schedule: Schedule, stages: tuple[tuple[object, ...], ...]) -
             assert isinstance(step, Computation)
             part = schedule.part(step)
             if isinstance(step, Forward) and part > 0 and schedule.num_stages > 1:
-                assert Message("activation", part - 1, step.microbatch) in there
+                assert StageMessage("activation", part - 1, step.microbatch) in there
             if isinstance(step, Backward | BackwardInput) and part < schedule.num_parts - 1:
-                wanted = Message("gradient", part, step.microbatch)
+                wanted = StageMessage("gradient", part, step.microbatch)
                 assert wanted in there or schedule.num_stages == 1
             done.add(step)
     assert sent.keys() == received.keys()

@@ -24,7 +24,7 @@ from commgrid.rendezvous.op import (
     Protocol,
     Put,
     StoreLostError,
-    Wait,
+    WaitKey,
 )
 
 ANSWER = 5.0  # seconds after which a rank gives an operation up
@@ -50,7 +50,7 @@ class SimulatedStore:
         self.operations = 0
 
     def do(self, op: Op) -> Any:
-        """Carry out an operation other than `Wait` and `Now`."""
+        """Carry out an operation other than `WaitKey` and `Now`."""
         self.operations += 1
         values = self.values
         match op:
@@ -174,7 +174,7 @@ class Simulation:
             self._after(PAUSES[struck], lambda: self._deliver(process, op))
         elif struck.startswith("given up"):
             process.unsure = True
-            if struck != "given up" and not isinstance(op, Wait):
+            if struck != "given up" and not isinstance(op, WaitKey):
                 delay = self._delay() if struck.endswith("done") else 37.0
                 self._after(delay, lambda: self._do(op))
             self._after(
@@ -192,7 +192,7 @@ class Simulation:
             return
         if crashes:
             process.crashed = True
-        if isinstance(op, Wait):
+        if isinstance(op, WaitKey):
             self._wait(process, op)
             return
         outcome = self._do(op)
@@ -207,7 +207,7 @@ class Simulation:
                     self._wake(process, self.store.values[process.waits_for])
         return outcome
 
-    def _wait(self, process: Process, op: Wait) -> None:
+    def _wait(self, process: Process, op: WaitKey) -> None:
         self.store.operations += 1
         value = self.store.values.get(op.key)
         if value is not None or op.until <= self.now:

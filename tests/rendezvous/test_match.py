@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from commgrid.rendezvous.grid_match import Calls, Card, Heard, match, withdraw
-from commgrid.rendezvous.op import Now, Protocol, StoreLostError, Wait
+from commgrid.rendezvous.grid_match import Calls, Candidate, Heard, match, withdraw
+from commgrid.rendezvous.op import Now, Protocol, StoreLostError, WaitKey
 from commgrid.rendezvous.round import tidy
 from tests.rendezvous.simulator import FAULTS, Fault, Process, Simulation, every_fault
 
@@ -13,13 +13,13 @@ LIMIT = 300.0
 SIDES = ("source", "target")
 
 
-def card(who: str, wants: str | None = None, about: str = "this") -> Card:
+def card(who: str, wants: str | None = None, about: str = "this") -> Candidate:
     """The card of a grid; `s0` is a source, `t0` a target."""
     side = "source" if who.startswith("s") else "target"
-    return Card(about, side, who, wants, f"{about}/{who}", who)
+    return Candidate(about, side, who, wants, f"{about}/{who}", who)
 
 
-def finding(mine: Card, seconds: float = LIMIT) -> Protocol[str | None]:
+def finding(mine: Candidate, seconds: float = LIMIT) -> Protocol[str | None]:
     try:
         return (yield from match(mine, (yield Now()) + seconds))
     except StoreLostError:
@@ -27,7 +27,7 @@ def finding(mine: Card, seconds: float = LIMIT) -> Protocol[str | None]:
         raise
 
 
-def left(mine: Card) -> Protocol[None]:
+def left(mine: Candidate) -> Protocol[None]:
     yield from withdraw(mine, f"{mine.at}/failed")
 
 
@@ -150,7 +150,7 @@ def test_a_card_of_a_grid_that_failed_is_taken_off() -> None:
 def test_a_card_of_a_call_that_failed_is_replaced() -> None:
     """s0 could not take its card back, as if the store did not answer, and calls again."""
     found = Simulation()
-    lost = Card("this", "source", "s0", None, "this/s0 before", "s0")
+    lost = Candidate("this", "source", "s0", None, "this/s0 before", "s0")
     found.start(0, lambda now: match(lost, now + LIMIT), 0.0)
     again, target = start(found, "s0", 1.0), start(found, "t0", 2.0)
     found.run()
@@ -163,7 +163,7 @@ def test_a_card_of_a_call_that_failed_is_replaced() -> None:
 def first(words: str, waits: float, fails: bool) -> Protocol[None]:
     calls = Calls("c")
     number = yield from calls.begin()
-    yield Wait("never", (yield Now()) + waits)
+    yield WaitKey("never", (yield Now()) + waits)
     if fails:
         yield from calls.fail(number, words)
     else:

@@ -8,7 +8,7 @@ import pytest
 
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.layout.rank_text import unpack
-from commgrid.rendezvous.membership import OVER, Call, Membership
+from commgrid.rendezvous.membership import OVER, Membership, Subject
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from tests.rendezvous.simulator import (
     FAULTS,
@@ -31,7 +31,7 @@ def answering(
     ranks: tuple[int, ...] | None = None, after: str = "g/0", name: str = "g",
 ) -> Protocol[Mapping[str, Any]]:  # fmt: skip
     part = Membership(rank, range(world), knows)
-    about = Call(name, after, ranks)
+    about = Subject(name, after, ranks)
     return part.answer(about, f"{rank} says", conclude, grace, now + 2 * LONG)
 
 
@@ -189,7 +189,7 @@ def test_a_rank_that_stood_still_over_several_calls_is_late() -> None:
             decided = []
             for number in range(3):
                 part = Membership(rank, range(4), ())
-                call = Call("g", f"g/{number}")
+                call = Subject("g", f"g/{number}")
                 until = now + 2 * LONG
                 verdict = yield from part.answer(call, "", conclude, 5.0, until)
                 decided.append(verdict["here"])

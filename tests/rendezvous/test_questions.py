@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from commgrid.rendezvous.op import Now, Protocol, StoreLostError, Wait
+from commgrid.rendezvous.op import Now, Protocol, StoreLostError, WaitKey
 from commgrid.rendezvous.remote_questions import Questions, first, hear, tell
 from tests.rendezvous.simulator import FAULTS, Simulation, every_fault
 
@@ -22,7 +22,7 @@ def listening(rank: int, world: int, until: float = LISTENS, again: float = 20.0
     mine = Questions(rank, range(world))
     yield from mine.begin()
     while (now := (yield Now())) < until:
-        yield Wait(mine.next_key, min(now + again, until))
+        yield WaitKey(mine.next_key, min(now + again, until))
         yield from mine.answer(lambda: f"rank {rank}".encode())
 
 
@@ -110,7 +110,7 @@ def test_an_answer_takes_five_operations_and_waiting_none() -> None:
 def test_the_first_rank_tells_what_it_has_found() -> None:
     def finding(late: bool) -> Protocol[str]:
         if late and (yield from first("why")):
-            yield Wait("never", (yield Now()) + 2.0)
+            yield WaitKey("never", (yield Now()) + 2.0)
             yield from tell("why", "rank 2 is late")
         return (yield from hear("why", 1.0, 6.0))
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[attr-defined]
 
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Op, Protocol, Put, StoreLostError, Wait
+from commgrid.rendezvous.op import Add, Cas, Drop, Get, Op, Protocol, Put, StoreLostError, WaitKey
 from commgrid.store.driver import StoreDriver
 from tests.rendezvous.simulator import SimulatedStore
 from tests.waiting import stop
@@ -72,10 +72,14 @@ def test_waiting_ends_with_the_key_or_the_time(kind: str) -> None:
     store = HashStore() if kind == "hash" else TCPStore("127.0.0.1", 0, is_master=True,
                                                         wait_for_workers=False)  # fmt: skip
     driver, now = StoreDriver(store, 2), time.monotonic()
-    assert driver.run(asked([Wait("a", now), Put("a", b"x"), Wait("a", now)])) == [None, None, b"x"]
+    assert driver.run(asked([WaitKey("a", now), Put("a", b"x"), WaitKey("a", now)])) == [
+        None,
+        None,
+        b"x",
+    ]
     late = threading.Timer(0.3, lambda: store.set("b", "y"))
     late.start()
-    assert driver.run(asked([Wait("b", now + 60.0)])) == [b"y"]
+    assert driver.run(asked([WaitKey("b", now + 60.0)])) == [b"y"]
     late.join()
     driver.close()
 
@@ -115,7 +119,7 @@ def test_a_key_that_comes_and_goes_is_waited_for_again() -> None:
 
     driver._value = slow  # type: ignore[method-assign]
     store.set("key", "first")
-    assert driver.run(asked([Wait("key", time.monotonic() + 60.0)])) == [b"again"]
+    assert driver.run(asked([WaitKey("key", time.monotonic() + 60.0)])) == [b"again"]
     driver.close()
 
 

@@ -17,7 +17,7 @@ import pytest
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.layout.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.rendezvous.op import Protocol, StoreLostError, Wait
+from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey
 from commgrid.rendezvous.world_epoch import FirstAgreement, leave_world
 from tests.rendezvous.simulator import (
     FAULTS,
@@ -271,7 +271,7 @@ def test_a_rank_that_gives_up_does_not_complete_a_phase() -> None:
             phases=("ready",),
         )  # fmt: skip
         yield from made.compare()
-        yield Wait("nothing", 9.0 if rank == 1 else 9.2)
+        yield WaitKey("nothing", 9.0 if rank == 1 else 9.2)
         if rank == 1:
             raise (yield from made.give_up(PeerTimeoutError("timed out")))
         yield from made.meet()

@@ -16,9 +16,9 @@ from commgrid.errors import TransferError
 from commgrid.layout.box import Box, boxes_of_range, common, volume, without
 from commgrid.resharding import pools
 from commgrid.resharding.assignment import Demand, fair_shares
-from commgrid.resharding.layouts import Entry, Form, Side, pack, unpack
+from commgrid.resharding.layouts import Form, GridLayouts, LayoutEntry, pack, unpack
 from commgrid.resharding.plan import TransferPlan
-from commgrid.resharding.transport import Ring, Room, aligned
+from commgrid.resharding.transport import RingBuffer, Room, aligned
 
 SIZES = {"float64": 8, "float32": 4, "bfloat16": 2}
 Layout = dict[str, tuple[str, list[Box]]]  # name to dtype and boxes
@@ -71,10 +71,10 @@ def sides(draw: Any) -> tuple[dict[int, Layout], dict[int, Layout], dict[str, tu
     return found[0], found[1], tensors
 
 
-def packed(side: dict[int, Layout], tensors: dict[str, tuple[int, ...]]) -> Side:
-    return Side.of(
+def packed(side: dict[int, Layout], tensors: dict[str, tuple[int, ...]]) -> GridLayouts:
+    return GridLayouts.of(
         {
-            rank: pack([Entry(n, form(tensors[n], d, b)) for n, (d, b) in layout.items()])
+            rank: pack([LayoutEntry(n, form(tensors[n], d, b)) for n, (d, b) in layout.items()])
             for rank, layout in side.items()
         }
     )
@@ -140,7 +140,7 @@ def test_nobody_waits_for_ever_however_they_take_turns(
             sum(aligned(m.size) for m in batch if random.random() < 0.7) for batch in batches
         ]
         left[rank] = list(zip(batches, needs, strict=True))
-        rings[rank] = Ring(max([room * 64, *needs]), torch.device("meta"))
+        rings[rank] = RingBuffer(max([room * 64, *needs]), torch.device("meta"))
     posted: dict[tuple[int, int, bool], int] = defaultdict(int)
     waiting: dict[int, list[tuple[Room, list[tuple[int, int, bool, int]]]]]
     waiting = {rank: [] for rank in ranks}
@@ -188,7 +188,7 @@ def _batched(messages: list[Any], most: int) -> list[list[Any]]:
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=40), st.integers(0, 600))
 def test_rooms_of_a_ring_are_apart_and_come_back_in_order(sizes: list[int], more: int) -> None:
     """Against the bytes themselves: no message is written over numbers still to be read."""
-    ring = Ring(aligned(max(sizes)) + more, torch.device("cpu"))
+    ring = RingBuffer(aligned(max(sizes)) + more, torch.device("cpu"))
     taken: list[tuple[Room, int]] = []
 
     def give_back() -> None:
@@ -248,12 +248,13 @@ def test_no_sender_is_a_funnel_where_copies_allow_it(demands: list[Demand]) -> N
 
 
 def whole(shape: tuple[int, ...] = (64, 64)) -> bytes:
-    return pack([Entry("weight", form(shape, "float32", [((0, 0), shape)]))])
+    return pack([LayoutEntry("weight", form(shape, "float32", [((0, 0), shape)]))])
 
 
 def test_one_copy_of_many_is_not_asked_for_all() -> None:
     plan = TransferPlan(
-        Side.of(dict.fromkeys(range(8), whole())), Side.of(dict.fromkeys(range(8, 13), whole()))
+        GridLayouts.of(dict.fromkeys(range(8), whole())),
+        GridLayouts.of(dict.fromkeys(range(8, 13), whole())),
     )
     assert max(plan.sent.values()) <= 1.25 * sum(plan.sent.values()) / 8
     assert set(plan.received.values()) == {64 * 64 * 4}
@@ -262,8 +263,8 @@ def test_one_copy_of_many_is_not_asked_for_all() -> None:
 def test_a_sender_on_the_same_host_is_preferred() -> None:
     hosts = {rank: f"host{rank % 2}" for rank in range(8)}
     plan = TransferPlan(
-        Side.of(dict.fromkeys(range(4), whole())),
-        Side.of(dict.fromkeys(range(4, 8), whole())),
+        GridLayouts.of(dict.fromkeys(range(4), whole())),
+        GridLayouts.of(dict.fromkeys(range(4, 8), whole())),
         hosts,
     )
     assert all(hosts[sender] == hosts[receiver] for sender, receiver in plan.pairs)
@@ -271,21 +272,21 @@ def test_a_sender_on_the_same_host_is_preferred() -> None:
 
 
 def test_the_plan_is_the_same_in_whatever_order_ranks_were_heard() -> None:
-    half = pack([Entry("weight", form((64, 64), "float32", [((32, 0), (32, 64))]))])
+    half = pack([LayoutEntry("weight", form((64, 64), "float32", [((32, 0), (32, 64))]))])
     sides = {0: whole(), 1: whole(), 5: half}, {2: half, 3: whole()}
     one, other = (
-        TransferPlan(*(Side.of(dict(order(side.items()))) for side in sides))
+        TransferPlan(*(GridLayouts.of(dict(order(side.items()))) for side in sides))
         for order in (list, lambda pairs: reversed(list(pairs)))
     )
     assert one.pairs == other.pairs
-    assert TransferPlan(*map(Side.of, sides)).digest == one.digest
-    assert TransferPlan(Side.of(sides[0]), Side.of({2: half})).digest != one.digest
+    assert TransferPlan(*map(GridLayouts.of, sides)).digest == one.digest
+    assert TransferPlan(GridLayouts.of(sides[0]), GridLayouts.of({2: half})).digest != one.digest
 
 
 def test_layouts_come_back_as_they_were() -> None:
     entries = [
-        Entry("a", form((), "float64", [((), ())])),
-        Entry("b", form((3, 0), "bfloat16", []), "a"),
+        LayoutEntry("a", form((), "float64", [((), ())])),
+        LayoutEntry("b", form((3, 0), "bfloat16", []), "a"),
     ]
     assert unpack(pack(entries)) == entries
 
@@ -295,9 +296,9 @@ def test_a_layout_with_other_names_in_its_places_is_another_one() -> None:
     alike = form((2,), "float32", [((0,), (2,))])
 
     def packed(*names: str) -> bytes:
-        return pack([Entry(name, alike) for name in names])
+        return pack([LayoutEntry(name, alike) for name in names])
 
-    side = Side.of({0: packed("a", "b")})
+    side = GridLayouts.of({0: packed("a", "b")})
     assert side.is_still(0, packed("a", "b"))
     for names in (("b", "a"), ("a", "c"), ("a",)):
         assert not side.is_still(0, packed(*names))
@@ -308,14 +309,17 @@ def test_ranks_with_other_rows_of_the_same_tensors_share_one_list_of_names() -> 
 
     def rows(rank: int) -> bytes:
         box = (rank, 0), (1, 8)
-        return pack([Entry(f"{i}.up", form((64, 8), "float32", [box])) for i in range(500)])
+        return pack([LayoutEntry(f"{i}.up", form((64, 8), "float32", [box])) for i in range(500)])
 
-    one, all_of_them = Side.of({0: rows(0)}), Side.of({rank: rows(rank) for rank in range(64)})
+    one, all_of_them = (
+        GridLayouts.of({0: rows(0)}),
+        GridLayouts.of({rank: rows(rank) for rank in range(64)}),
+    )
     assert all_of_them.lists == one.lists
     assert len(pickle.dumps(all_of_them)) < 4 * len(pickle.dumps(one))
     assert [all_of_them.is_still(place, rows(7)) for place in (6, 7)] == [False, True]
-    plan = TransferPlan(all_of_them, Side.of({64: pack([
-        Entry(f"{i}.up", form((64, 8), "float32", [((0, 4), (64, 4))])) for i in range(500)
+    plan = TransferPlan(all_of_them, GridLayouts.of({64: pack([
+        LayoutEntry(f"{i}.up", form((64, 8), "float32", [((0, 4), (64, 4))])) for i in range(500)
     ])}))  # fmt: skip
     assert plan.sent == dict.fromkeys(range(64), 500 * 4 * 4)
     (message,) = plan.messages(3, 1 << 20)
@@ -328,11 +332,12 @@ def test_ranks_with_other_rows_of_the_same_tensors_share_one_list_of_names() -> 
         ({0: whole()}, {1: whole((8, 64))}, False, r"weight has shape \(64, 64\) on rank 0 of the "
          r"source and \(8, 64\) on rank 1 of the target"),
         ({0: whole()}, {1: pack([]), 2: pack([])}, False, "the target has no tensors"),
-        ({0: whole()}, {3: pack([Entry("weigth", form((1,), "float32", [((0,), (1,))]))])}, True,
+        ({0: whole()},
+         {3: pack([LayoutEntry("weigth", form((1,), "float32", [((0,), (1,))]))])}, True,
          "weigth is on rank 3 of the target, and the source has no weigth; did you mean 'weight'"),
-        ({0: pack([*unpack(whole()), Entry("bias", form((1,), "float32", [((0,), (1,))]))])},
+        ({0: pack([*unpack(whole()), LayoutEntry("bias", form((1,), "float32", [((0,), (1,))]))])},
          {1: whole()}, False, "bias on rank 0 of the source is on no rank of the target"),
-        ({0: pack([Entry("weight", form((64, 64), "float32", [((0, 0), (60, 64))]))])},
+        ({0: pack([LayoutEntry("weight", form((64, 64), "float32", [((0, 0), (60, 64))]))])},
          {1: whole()}, False, r"no rank of the source holds \[60:64, 0:64\] of weight, which rank"),
         ({0: whole(), 1: whole((8, 8))}, {1: whole()}, False,
          r"weight has shape \(64, 64\) and dtype float32 on rank 0 and shape \(8, 8\)"),
@@ -340,12 +345,12 @@ def test_ranks_with_other_rows_of_the_same_tensors_share_one_list_of_names() -> 
 )  # fmt: skip
 def test_what_does_not_fit_is_named(source: Any, target: Any, partly: bool, told: str) -> None:
     with pytest.raises(TransferError, match=told):
-        TransferPlan(Side.of(source), Side.of(target), partly=partly)
+        TransferPlan(GridLayouts.of(source), GridLayouts.of(target), partly=partly)
 
 
 def test_a_source_may_have_more_where_only_parts_are_moved() -> None:
-    more = pack([*unpack(whole()), Entry("bias", form((1,), "float32", [((0,), (1,))]))])
-    plan = TransferPlan(Side.of({0: more}), Side.of({1: whole()}), partly=True)
+    more = pack([*unpack(whole()), LayoutEntry("bias", form((1,), "float32", [((0,), (1,))]))])
+    plan = TransferPlan(GridLayouts.of({0: more}), GridLayouts.of({1: whole()}), partly=True)
     assert plan.pairs == {(0, 1): 64 * 64 * 4}
 
 
@@ -377,14 +382,16 @@ def test_ten_thousand_tensors_of_thirteen_hundred_ranks_are_a_short_table() -> N
                     size[dim] //= tp
                     offset[dim] = rank * size[dim]
                 box = tuple(offset), tuple(size)
-                entries.append(Entry(f"blocks.{layer}.{name}", form(shape, "bfloat16", [box])))
+                entries.append(
+                    LayoutEntry(f"blocks.{layer}.{name}", form(shape, "bfloat16", [box]))
+                )
         return pack(entries)
 
     sources = {(t, p): layout((8, t), (8, p)) for t in range(8) for p in range(8)}
     targets = {t: layout((4, t), (1, 0)) for t in range(4)}
     plan = TransferPlan(
-        Side.of({rank: sources[rank % 8, rank // 128] for rank in range(1024)}),
-        Side.of({1024 + rank: targets[rank % 4] for rank in range(256)}),
+        GridLayouts.of({rank: sources[rank % 8, rank // 128] for rank in range(1024)}),
+        GridLayouts.of({1024 + rank: targets[rank % 4] for rank in range(256)}),
     )
     assert max(plan.sent.values()) <= 1.25 * sum(plan.sent.values()) / 1024
     needs = 1250 * 2 * (64 + (256 * 64 * 2 + 256 + 64 * 64 * 4) // 4)

@@ -37,7 +37,7 @@ def in_place(columns: bool, dtype: torch.dtype) -> tuple[list[int], list[int], i
         target |= {"a": torch.zeros(3), "b": torch.zeros(4)}
         ends = [held.data_ptr(), held.data_ptr() + held.nbytes]
     transfer = Transfer(source, target, source_grid=source_grid, target_grid=target_grid)
-    places, rings, start, take = [], 0, transport.start_transfers, ring.Ring.take
+    places, rings, start, take = [], 0, transport.start_transfers, ring.RingBuffer.take
 
     def started(group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
         places.extend(tensor.data_ptr() for tensor, _ in (*sends, *recvs))
@@ -48,7 +48,7 @@ def in_place(columns: bool, dtype: torch.dtype) -> tuple[list[int], list[int], i
         rings += size
         return take(self, size)
 
-    transport.start_transfers, ring.Ring.take = started, taken  # type: ignore[assignment,method-assign]
+    transport.start_transfers, ring.RingBuffer.take = started, taken  # type: ignore[assignment,method-assign]
     transfer.run()
     is_right = True
     if target_grid is not None:

@@ -9,7 +9,7 @@ import pytest
 
 from commgrid import SpecError
 from commgrid.cli import main
-from commgrid.resharding.layouts import Entry, Form, Side, pack
+from commgrid.resharding.layouts import Form, GridLayouts, LayoutEntry, pack
 from commgrid.resharding.plan import TransferPlan
 from commgrid.resharding.traffic import Traffic
 from commgrid.resharding.transfer_picture import blocks_of, read_traffic
@@ -18,14 +18,14 @@ from commgrid.resharding.transfer_picture import blocks_of, read_traffic
 def rows(start: int, stop: int) -> bytes:
     """A layout of some rows of a weight of 12."""
     form = Form((12, 64), "float32", 4, (((start, 0), (stop - start, 64)),))
-    return pack([Entry("weight", form)])
+    return pack([LayoutEntry("weight", form)])
 
 
 def plan() -> TransferPlan:
     """tp 4 on ranks 0 to 3 to tp 3 on ranks 2 to 4, none of which has what it needs."""
     source = {rank: rows(3 * rank, 3 * rank + 3) for rank in range(4)}
     target = {2 + rank: rows(4 * rank, 4 * rank + 4) for rank in (1, 0, 2)}
-    return TransferPlan(Side.of(source), Side.of(target))
+    return TransferPlan(GridLayouts.of(source), GridLayouts.of(target))
 
 
 def large() -> Traffic:
@@ -85,8 +85,10 @@ def draw(traffic: Traffic) -> Any:
 
 
 def test_a_cell_is_what_a_rank_sends_to_another() -> None:
-    whole = pack([Entry("weight", Form((12, 64), "float32", 4, (((0, 0), (12, 64)),)))])
-    planned = TransferPlan(Side.of({0: whole, 1: whole}), Side.of({1: whole, 2: whole}))
+    whole = pack([LayoutEntry("weight", Form((12, 64), "float32", 4, (((0, 0), (12, 64)),)))])
+    planned = TransferPlan(
+        GridLayouts.of({0: whole, 1: whole}), GridLayouts.of({1: whole, 2: whole})
+    )
     found = draw(planned.traffic)
     assert found["cells"] == [
         [planned.pairs.get((sender, receiver), 0) for receiver in (1, 2)] for sender in (0, 1)
@@ -126,7 +128,7 @@ def test_blocks_have_every_rank_once_and_are_few(count: int) -> None:
 
 def test_nothing_sent_is_a_picture_too() -> None:
     whole = {0: rows(0, 12)}
-    found = draw(TransferPlan(Side.of(whole), Side.of(whole)).traffic)
+    found = draw(TransferPlan(GridLayouts.of(whole), GridLayouts.of(whole)).traffic)
     assert found["cells"] == [[0]]
     assert found["rings"] == [(0, 0)]
 
