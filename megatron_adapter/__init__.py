@@ -7,7 +7,7 @@ from megatron_adapter.errors import (
     MegatronStateError,
     MegatronVersionError,
 )
-from megatron_adapter.hyper_comm_grid import HyperCommGrid
+from megatron_adapter.hyper_comm_grid import HyperCommGrid, MegatronHyperCommGrid
 from megatron_adapter.installation import install, uninstall
 from megatron_adapter.names import MEGATRON_GROUPS, MegatronGroup
 from megatron_adapter.parallel_state import destroy_model_parallel, initialize_model_parallel
@@ -23,6 +23,7 @@ __all__ = [
     "CollectionGrid",
     "HyperCommGrid",
     "MegatronGroup",
+    "MegatronHyperCommGrid",
     "MegatronSizeError",
     "MegatronSizes",
     "MegatronStateError",

@@ -32,7 +32,7 @@ _BASE = "base"
 _STARTUP_SECONDS = 60.0
 
 
-class HyperCommGrid:
+class MegatronHyperCommGrid:
     """Named dims over a range of ranks, and process groups along any of them.
 
     Args:
@@ -156,10 +156,8 @@ class HyperCommGrid:
                 f"process group {name} of view {view_name} has already been created; get_pg gives "
                 "it, whatever its options"
             )
-        rank, ranks = (
-            torch_world.world_rank(),
-            range(self.rank_offset, self.rank_offset + self.size),
-        )
+        first, rank = self.rank_offset, torch_world.world_rank()
+        ranks = range(first, first + self.size)
         if rank not in ranks:
             self._groups[key] = None
             return None
@@ -306,3 +304,7 @@ def _layout(who: str, shape: Sequence[int], dim_names: Sequence[str], offset: in
 
 def _enumerate(layout: RankLayout, dims: Sequence[str]) -> list[list[int]]:
     return sorted(list(group) for group in layout.groups(*dims))
+
+
+HyperCommGrid = MegatronHyperCommGrid
+"""Megatron's own name of it."""

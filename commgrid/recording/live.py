@@ -14,11 +14,11 @@ import json
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -26,9 +26,9 @@ import torch.distributed as dist
 from commgrid.call_analysis.wait_cycle import circle_through
 from commgrid.call_records.operations import TRANSFERS, described
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
-from commgrid.health.detector import Watch
 from commgrid.health.mailbox import Mailbox, NoMailboxError
 from commgrid.recording import recorder, remote
+from commgrid.recording.observed_grid import ObservedGrid
 from commgrid.recording.places import caller, place_of
 from commgrid.recording.stacks import announce, withdraw
 from commgrid.store.client import PatientStore
@@ -88,36 +88,6 @@ class Channel:
     polls: bool
 
 
-class Compared(Protocol):
-    """A communicator whose calls are compared."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    @property
-    def suspended(self) -> bool: ...
-
-
-class Live(Protocol):
-    """A grid, as its check sees it."""
-
-    @property
-    def identity(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def communicators(self) -> Sequence[Compared]: ...
-    @property
-    def timeout(self) -> float | None: ...
-    @property
-    def watch(self) -> Watch | None: ...
-    def members_of_communicators(self) -> dict[str, list[int]]: ...
-    def before_destroy(self, callback: Callable[[], object], /) -> None: ...
-
-
 class OrderCheck:
     """Hears of every call on the communicators of a grid, before it is made.
 
@@ -125,7 +95,7 @@ class OrderCheck:
         grid: of which all ranks make one.
     """
 
-    def __init__(self, grid: Live) -> None:
+    def __init__(self, grid: ObservedGrid) -> None:
         self._grid, self._rank = grid, grid.rank
         self._base = f"commgrid/order/{grid.identity}"
         # A server that is stopped must not hold who ends the grid because of it.
@@ -462,13 +432,13 @@ def check_argument(verify: str | None) -> None:
         raise SpecError(f"verify={verify!r}: expected None, or 'order'")
 
 
-def follow(verify: str | None, grid: Live) -> None:
+def follow(verify: str | None, grid: ObservedGrid) -> None:
     """Compares a grid's calls from now on, where that was asked for."""
     if verify == "order" and any(len(each.ranks) > 1 for each in grid.communicators):
         OrderCheck(grid)
 
 
-def observe(trace: bool, verify: str | None, grid: Live) -> None:
+def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
     recorder.follow(trace, grid.rank, grid.members_of_communicators)
     records = recorder.current()

@@ -17,22 +17,27 @@ say where an absent rank is instead, and compare its document if it waits for th
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
-from commgrid.layout.rank_text import describe_ranks, pack, unpack
-from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
-from commgrid.rendezvous.documents import drop_documents, holders_of, merged, show, shown
+from commgrid.layout.rank_text import describe_ranks, unpack
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived
+from commgrid.rendezvous.documents import (
+    MOST_PHASES,
+    drop_agreement,
+    drop_but_decisions,
+    holders_of,
+    merged,
+    show,
+    shown,
+)
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import (
     Decision,
     conclude,
     decision_of,
     decoded,
-    drop,
-    drop_but_decision,
     forget,
     is_good,
     round_,
@@ -50,14 +55,12 @@ from commgrid.rendezvous.start_decision import (
     ranks_of,
 )
 from commgrid.rendezvous.timeouts import timeouts
+from commgrid.rendezvous.wait_notes import elsewhere, hosts_of, publish, withdraw
 
-MOST_PHASES = 4
-"""Phases of one agreement, comparing included, at most."""
 CALL, LIMIT = "initialize with this name and these ranks", "startup_timeout"
 """The call that starts a grid, and its time limit's argument, for messages."""
 PHASES = ("created", "ready")
 """Phases of a grid's start after comparing, at most."""
-_ASKED = 64  # absent ranks that are looked for elsewhere, at most
 
 Tell = Callable[[dict[int, bytes]], Mapping[str, Any]]
 """Turns the words of the speakers into entries of the decision."""
@@ -197,7 +200,7 @@ class Agreement:
             for other in found["rooms"][1:]:
                 yield from conclude(f"{other}/phase 0", found)
         elif missing:
-            also += yield from self._hosts(missing, here)
+            also += yield from hosts_of(missing, here)
             found = self._absent(missing, here, "arrive", also)
         else:
             found = no_decision(self._concludes, here, self._limit)
@@ -206,39 +209,7 @@ class Agreement:
 
     def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
         """Return where absent ranks wait instead, as they have published."""
-        places = []
-        for rank in missing[:_ASKED]:
-            found = (yield Get((f"waits/{rank}",)))[0]  # alone: it may go at any time
-            if found is not None and (place := json.loads(found))["at"] != self._base:
-                places.append((rank, place))
-        return places
-
-    def _hosts(self, missing: Sequence[int], here: Sequence[int]) -> Protocol[str]:
-        """Name the hosts of absent ranks, as ranks on the same hosts have published."""
-        hosts: dict[str, frozenset[int]] = {}
-        for rank in missing[:_ASKED]:
-            at = bisect_left(here, rank)
-            for other in here[max(at - 1, 0) : at + 1]:  # a host's ranks follow one another
-                if any(rank in ranks for ranks in hosts.values()):
-                    break
-                text = (yield Get((f"waits/{other}",)))[0]
-                if text is None:
-                    continue
-                place = json.loads(text)
-                if not place["ranks"]:  # the launcher does not tell who is on which host
-                    return ""
-                hosts[place["host"]] = frozenset(unpack(place["ranks"]))
-        found = {
-            host: [rank for rank in missing[:_ASKED] if rank in ranks]
-            for host, ranks in hosts.items()
-            if not ranks >= {*missing, *here}  # then all are there, which says nothing
-        }
-        described = (
-            f"{describe_ranks(ranks)} {'are' if len(ranks) > 1 else 'is'} on host {host}"
-            for host, ranks in found.items()
-            if ranks
-        )
-        return "".join(f"{text}; " for text in described)
+        return (yield from elsewhere(missing, self._base))
 
     # -- the phases after it ------------------------------------------------------------
 
@@ -298,52 +269,20 @@ class Agreement:
         ready = self._place(len(self._phases) - 1)
         left = yield from arrive(f"{self._base}/left", self._me, self._members, [ready])
         if left is Arrival.LAST:
-            yield from self._drop(self._base, everything=False)
+            yield from drop_agreement(self._base, self._members, everything=False)
             yield from self._drop_failed()
 
     def _drop_failed(self) -> Protocol[None]:
         """Delete what failed agreements before this one have left for late ranks."""
         number = self._number - 1
         while (yield Get((f"{self._room}/{number}/phase 0/decision",)))[0] is not None:
-            yield from self._drop(f"{self._room}/{number}")
+            yield from drop_agreement(f"{self._room}/{number}", self._members)
             number -= 1
-
-    def _drop(self, base: str, everything: bool = True) -> Protocol[None]:
-        """Delete the keys of an agreement.
-
-        Args:
-            everything: whether counters may be there too, as after a failure.
-        """
-        yield from self._drop_documents(base, everything)
-        for place in self._places(base):
-            yield from drop(place, self._members if everything else ())
-            if everything:
-                yield Drop(tuple(self._counters(f"{place}/gave up")))
-
-    def _drop_documents(self, base: str, everything: bool) -> Protocol[None]:
-        """Delete the keys of an agreement that are not of its rounds."""
-        yield from drop_documents(base, self._members if everything else ())
-        yield Drop((f"{base}/complete", f"{base}/gone", *self._counters(f"{base}/left")))
-
-    def _drop_but_decisions(self, base: str) -> Protocol[None]:
-        """Delete the keys of a failed agreement; a late rank still finds the decisions."""
-        yield from self._drop_documents(base, everything=True)
-        for place in self._places(base):
-            yield from drop_but_decision(place, self._members)
-            yield Drop(tuple(self._counters(f"{place}/gave up")))
 
     def _place(self, phase: int) -> str:
         """Key of a phase's round. Phases have numbers there, since other agreements in this room
         may have other phases."""
         return f"{self._base}/phase {phase}"
-
-    @staticmethod
-    def _places(base: str) -> list[str]:
-        """Keys of all rounds that an agreement may have had."""
-        return [f"{base}/phase {phase}" for phase in range(MOST_PHASES)] + [f"{base}/lost"]
-
-    def _counters(self, at: str) -> list[str]:
-        return counters(at, self._members)
 
     # -- failures -----------------------------------------------------------------------
 
@@ -469,7 +408,7 @@ class Agreement:
         released = f"{rooms[0]}/released"
         if (yield Add(f"{rooms[0]}/gone", 1)) >= decision["present"]:
             for base in rooms:
-                yield from self._drop_but_decisions(base)
+                yield from drop_but_decisions(base, self._members)
             absentees = unpack(decision.get("absent", ""))
             if self._server in self._members and self._server not in {self._me, *absentees}:
                 yield Put(released, b"")
@@ -515,16 +454,14 @@ class Agreement:
         """Wait for a key; after a while publish where."""
         found: bytes | None = yield WaitKey(key, min(until, (yield Now()) + timeouts().unseen))
         if found is None and (yield Now()) < until:
-            host, ranks = self._where()
             place = {"name": self._name, "about": self.about, "at": self._base,
-                     "document": "" if self._phase else self._text,
-                     "host": host, "ranks": pack(ranks)}  # fmt: skip
+                     "document": "" if self._phase else self._text}  # fmt: skip
             self._published = True
-            yield Put(f"waits/{self._me}", json.dumps(place).encode())
+            yield from publish(self._me, place, self._where())
             found = yield WaitKey(key, until)
         return found
 
     def _unpublish(self) -> Protocol[None]:
         if self._published:
             self._published = False
-            yield Drop((f"waits/{self._me}",))
+            yield from withdraw(self._me)

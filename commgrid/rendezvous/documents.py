@@ -13,7 +13,10 @@ from collections.abc import Sequence
 
 from commgrid.rendezvous.arrival_bitmap import arrive, arrived, counters
 from commgrid.rendezvous.op import Cas, Drop, Get, Protocol
+from commgrid.rendezvous.round import drop, drop_but_decision
 
+MOST_PHASES = 4
+"""Phases of one agreement, comparing included, at most."""
 MOST_DOCUMENTS = 8
 """Distinct documents beside the reference; further ones are counted together."""
 
@@ -69,3 +72,37 @@ def drop_documents(base: str, ranks: Sequence[int]) -> Protocol[None]:
     marked = kinds if ranks else ()
     marks = [key for kind in marked for key in counters(f"{base}/holders/{kind}", ranks)]
     yield Drop((*(f"{base}/doc/{kind}" for kind in kinds), *marks))
+
+
+# -- the end of an agreement --------------------------------------------------------------------
+
+
+def drop_agreement(base: str, ranks: Sequence[int], everything: bool = True) -> Protocol[None]:
+    """Delete the keys of an agreement: its documents, and those of its rounds.
+
+    Args:
+        everything: whether counters may be there too, as after a failure.
+    """
+    yield from _drop_beside_rounds(base, ranks, everything)
+    for place in _places(base):
+        yield from drop(place, ranks if everything else ())
+        if everything:
+            yield Drop(tuple(counters(f"{place}/gave up", ranks)))
+
+
+def drop_but_decisions(base: str, ranks: Sequence[int]) -> Protocol[None]:
+    """Delete the keys of a failed agreement; a late rank still finds the decisions."""
+    yield from _drop_beside_rounds(base, ranks, everything=True)
+    for place in _places(base):
+        yield from drop_but_decision(place, ranks)
+        yield Drop(tuple(counters(f"{place}/gave up", ranks)))
+
+
+def _drop_beside_rounds(base: str, ranks: Sequence[int], everything: bool) -> Protocol[None]:
+    yield from drop_documents(base, ranks if everything else ())
+    yield Drop((f"{base}/complete", f"{base}/gone", *counters(f"{base}/left", ranks)))
+
+
+def _places(base: str) -> list[str]:
+    """Keys of all rounds that an agreement may have had."""
+    return [f"{base}/phase {phase}" for phase in range(MOST_PHASES)] + [f"{base}/lost"]

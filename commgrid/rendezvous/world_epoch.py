@@ -18,8 +18,8 @@ from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.rendezvous.arrival_bitmap import arrive, arrived
-from commgrid.rendezvous.documents import show
+from commgrid.rendezvous.arrival_bitmap import arrive, arrived, counters
+from commgrid.rendezvous.documents import drop_agreement, show
 from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import Decision, conclude, decision_of
 from commgrid.rendezvous.start_decision import error_of, held_up
@@ -77,9 +77,9 @@ class FirstAgreement(Agreement):
 
     def _drop_before(self, before: str | None) -> Protocol[None]:
         """Delete what is left of the previous epoch, from which all ranks have gone on."""
-        yield Drop(tuple(self._counters("lobby")))
+        yield Drop(tuple(counters("lobby", self._members)))
         if before is not None:
-            yield from self._drop(before)
+            yield from drop_agreement(before, self._members)
             yield Drop((f"{before}/next",))
 
     def _opened(self) -> Protocol[str]:
