@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 
 def on_demand(
     module: dict[str, Any],
-    where: Mapping[str, str],
+    where: Mapping[str, Sequence[str]],
     modules: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`, by which its names are found (PEP 562).
@@ -19,21 +19,22 @@ def on_demand(
 
     Args:
         module: the package's `globals()`.
-        where: name to the module that has it.
+        where: module to the names in it.
         modules: name to the module that it stands for.
 
     Example:
         >>> package = {"__name__": "package", "__all__": ["sqrt"], "json": None}
-        >>> get, listed = on_demand(package, {"sqrt": "math"})
+        >>> get, listed = on_demand(package, {"math": ("sqrt",)})
         >>> get("sqrt")(9.0), listed()
         (3.0, ['sqrt'])
     """
+    home = {name: path for path, names in where.items() for name in names}
 
     def get(name: str) -> Any:
         if name in modules:
             value = importlib.import_module(modules[name])
-        elif name in where:
-            value = getattr(importlib.import_module(where[name]), name)
+        elif name in home:
+            value = getattr(importlib.import_module(home[name]), name)
         else:
             raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
         module[name] = value

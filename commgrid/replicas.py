@@ -27,8 +27,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
 from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.equality.digest import Digest, digest, quick_digest
-from commgrid.equality.extremes import device_for, extremes
+from commgrid.equality.digest import Digest, device_for, digest, extremes, quick_digest
 from commgrid.errors import NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 

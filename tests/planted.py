@@ -409,7 +409,7 @@ MUTANTS = (
     ),
     Mutant(
         "the first holder writes all copies",
-        "commgrid/resharding/holders.py",
+        "commgrid/resharding/assignment.py",
         "        loads[chosen] += amount\n",
         "",
         ("tests/resharding/test_boxes.py",),

@@ -14,14 +14,7 @@ from commgrid.audit.assemble import GridRanks, Joined, join, ratio, relative, sh
 from commgrid.audit.finding import Comparison, Divergence
 from commgrid.audit.forward import ForwardStep
 from commgrid.audit.gradients import Case
-from commgrid.audit.records import (
-    About,
-    Chunks,
-    StepRecord,
-    read_about,
-    read_step,
-    thin_shape,
-)
+from commgrid.audit.records import About, Chunks, StepRecord, read_about, read_step, thin_shape
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """By the dtype of most weights, relative."""

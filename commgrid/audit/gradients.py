@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from commgrid.audit.assemble import (
-    Axes,
-    GridRanks,
-    Joined,
-    join,
-    ratio,
-    relative,
-    summed,
-)
+from commgrid.audit.assemble import Axes, GridRanks, Joined, join, ratio, relative, summed
 from commgrid.audit.records import Chunks
 
 

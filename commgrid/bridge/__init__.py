@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 __all__ = ["Bridge", "Cut", "split_schedule"]
 
 _LIVE = {
-    "Bridge": "commgrid.bridge.bridge",
-    "Cut": "commgrid.bridge.sides",
-    "split_schedule": "commgrid.bridge.pipelines",
-}
+    "commgrid.bridge.bridge": ("Bridge",),
+    "commgrid.bridge.pipelines": ("split_schedule",),
+    "commgrid.bridge.sides": ("Cut",),
+}  # fmt: skip
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

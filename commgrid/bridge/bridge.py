@@ -17,13 +17,7 @@ from commgrid.bridge.headers import PendingGradients
 from commgrid.bridge.links import BridgeLinks
 from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
 from commgrid.collectives.first_order import first_order
-from commgrid.errors import (
-    CommGridError,
-    GridDestroyedError,
-    NotInGridError,
-    ShapeError,
-    SpecError,
-)
+from commgrid.errors import CommGridError, GridDestroyedError, NotInGridError, ShapeError, SpecError
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import SIDES, Card, Pairing
 from commgrid.rendezvous.agreement import PHASES

@@ -7,8 +7,7 @@ from typing import TypeVar
 
 from commgrid.call_analysis.event import Ledger, PendingCall
 from commgrid.call_analysis.finding import Finding, said
-from commgrid.call_analysis.wait_state import finding, skipped, waited
-from commgrid.call_analysis.wrong_group import on_another_group
+from commgrid.call_analysis.wait_state import finding, on_another_group, skipped, waited
 
 Node = TypeVar("Node", bound=Hashable)
 Step = TypeVar("Step")

@@ -28,6 +28,8 @@ __all__ = [
     "explain",
 ]
 
-_LIVE = {"attention": "commgrid.context_parallel.parallel_attention"}
+_LIVE = {
+    "commgrid.context_parallel.parallel_attention": ("attention",),
+}  # fmt: skip
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

@@ -24,11 +24,7 @@ from commgrid.collectives.plain import Group, resolve
 from commgrid.context_parallel.agreement import agree, connect, named_peers
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
-from commgrid.context_parallel.heads import (
-    gathered_attention,
-    two_level_attention,
-    two_levels,
-)
+from commgrid.context_parallel.heads import gathered_attention, two_level_attention, two_levels
 from commgrid.context_parallel.kernels import no_autocast, readable
 from commgrid.context_parallel.plans import Gathering, Step, gathering, kv_heads_of, ring_steps
 from commgrid.context_parallel.ring import ring_attention

@@ -19,14 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commgrid.context_parallel.balance import (
-    Mask,
-    Range,
-    Ranges,
-    balance,
-    check_lengths,
-    pairs_of,
-)
+from commgrid.context_parallel.balance import Mask, Range, Ranges, balance, check_lengths, pairs_of
 from commgrid.context_parallel.ranges import count, joined, sorting_runs, union
 from commgrid.errors import ShapeError, SpecError
 from commgrid.wording import several

@@ -9,10 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from commgrid.collectives.asynchronous import (
-    Pending,
-    start_all_gather_,
-)
+from commgrid.collectives.asynchronous import Pending, start_all_gather_
 from commgrid.data_parallel.bucket import Bucket, GradientPart
 from commgrid.errors import CommGridError, SpecError
 from commgrid.parameters import Placement

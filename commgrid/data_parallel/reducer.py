@@ -60,16 +60,12 @@ from commgrid.data_parallel.model_checks import (
     compare_values,
 )
 from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
-from commgrid.data_parallel.optimizer_checks import STEP_HOOKS
 from commgrid.data_parallel.reduction import Reductions
 from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.slot import Owner, Slot, owner_of
+from commgrid.data_parallel.step_checks import STEP_HOOKS
 from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_not_told
-from commgrid.errors import (
-    CommGridError,
-    SpecError,
-    UnknownGroupError,
-)
+from commgrid.errors import CommGridError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, placements
 from commgrid.parameters.placement import shared_last
 from commgrid.runtime.registry import get_grid

@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives.asynchronous import (
-    Pending,
-    start_all_reduce_,
-    start_reduce_scatter_,
-)
+from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.data_parallel.accumulation import fill
 from commgrid.data_parallel.bucket import Bucket
 from commgrid.errors import GridDestroyedError

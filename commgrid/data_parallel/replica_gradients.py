@@ -27,10 +27,10 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.group_ref import described, name_of
 from commgrid.collectives.plain import all_reduce
 from commgrid.data_parallel.bucket import GradientPart
-from commgrid.data_parallel.edits import Edits
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import KeptGradient, Slot
-from commgrid.equality.extremes import device_for, extremes
+from commgrid.data_parallel.step_checks import Edits
+from commgrid.equality.digest import device_for, extremes
 from commgrid.equality.inputs import InputRecord
 from commgrid.errors import GridMismatchError
 from commgrid.parameters import Placement

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.data_parallel.norm import norm_group
-from commgrid.data_parallel.optimizer_checks import mark_used
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.data_parallel.slot import owner_of
+from commgrid.data_parallel.step_checks import mark_used
 from commgrid.runtime.registry import get_grid
 
 if TYPE_CHECKING:

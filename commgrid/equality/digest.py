@@ -1,24 +1,23 @@
-"""Digest of a tensor: a number that depends on every bit and on its place.
+"""Digests of tensors, numbers that depend on every bit and its place; extremes among ranks.
 
-It is the sum of the tensor's 8-byte words, each times its own random odd number, modulo 2^64. Of a
-word's top bit, such as the sign of a number, a product keeps only that bit, and two of them would
-cancel in the sum; so its upper bits are first combined with its lower ones by exclusive or. Any
-difference then changes the digest, but for one in about 2^32.
+A digest is the sum of the tensor's 8-byte words, each times its own random odd number, modulo 2^64.
+Of a word's top bit, such as the sign of a number, a product keeps only that bit, and two of them
+would cancel in the sum; so its upper bits are first combined with its lower ones by exclusive or.
+Any difference then changes the digest, but for one in about 2^32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from commgrid.collectives.plain import all_reduce
 from commgrid.torch_compat.int8 import has_quick_products, products
-
-if TYPE_CHECKING:
-    pass
 
 _BLOCK = 1 << 16  # 8-byte words
 _SHIFT = 33  # not 32 or 48, the distance of the signs of fp32 and bf16 numbers in a word
@@ -110,3 +109,20 @@ def _weights(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), generator=generator, device="cpu")
     return drawn.bitwise_or_(1).to(device)
+
+
+def device_for(group: ProcessGroup) -> torch.device:
+    """The device on which a group compares numbers: CUDA with nccl, else the CPU."""
+    cuda = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def extremes(numbers: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The largest and the smallest of each number among a group's ranks; one collective.
+
+    Args:
+        numbers: (n,) or more dims, as many on every rank, on the group's device.
+        group: whose ranks have them.
+    """
+    largest, smallest = all_reduce(torch.cat([numbers, -numbers]), group, op="max").chunk(2)
+    return largest, -smallest

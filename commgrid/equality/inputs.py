@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import described
-from commgrid.equality.digest import digest
-from commgrid.equality.extremes import device_for, extremes
+from commgrid.equality.digest import device_for, digest, extremes
 from commgrid.errors import GridMismatchError
 
 if TYPE_CHECKING:

@@ -6,11 +6,10 @@ declares it once.
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from commgrid.parameters.ddp import refuse_copying_over_slices
 from commgrid.parameters.foreign import Foreign, foreign_slice
 from commgrid.parameters.layout import Distinct, ParameterLayout, layout_of
 from commgrid.parameters.marks import Mark, mark_parameters
-from commgrid.parameters.optimizers import check_before_step
+from commgrid.parameters.optimizers import check_before_step, refuse_copying_over_slices
 from commgrid.parameters.placement import Placement, own_slice, placements
 from commgrid.parameters.sharded_module import REGISTERED, ShardedModule
 from commgrid.torch_compat.mesh import before_ddp

@@ -1,4 +1,4 @@
-"""Checks that torch's optimizers and scalers do not take slices of parameters for copies.
+"""Checks that torch's optimizers, scalers and DDP do not take slices of parameters for copies.
 
 | over slices | |
 |---|---|
@@ -7,29 +7,32 @@
 | ZeroRedundancyOptimizer, FSDP2 over ranks with other slices | one rank's slice replaces others |
 | torch.amp.GradScaler | ranks decide apart whether to skip a step |
 
-All but the first raise before a step. torch's hook for that is registered while any layer with
-slices exists.
+All but the first raise before a step, and DistributedDataParallel over ranks with other slices as
+it is made. The hooks into torch for that are registered while any layer with slices exists.
 """
 
 from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from commgrid.errors import SpecError
+from commgrid.collectives.group_ref import GroupRef
+from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.parameters.layout import layout_of
+from commgrid.parameters.placement import Placement, placements
 from commgrid.parameters.sharded_module import LIVE
 from commgrid.parameters.slice import Slice, check_mesh
-
-if TYPE_CHECKING:
-    from commgrid.parameters.sharded_module import LIVE
+from commgrid.runtime.registry import get_grid
 
 _OF_WHOLE_MATRICES = (
     "adafactor", "adalomo", "adam_mini", "adammini", "apollo", "came", "dadapt", "dion", "galore",
@@ -153,3 +156,29 @@ def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
             sliced = name in module.sliced_names and id(parameter) in updated
             if sliced and getattr(parameter, "grad_owner", None) is None:
                 yield Slice(f"{type(module).__name__}.{name}", parameter, module.shards_of(name))
+
+
+def refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:
+    """Refuses DDP over ranks with different slices of a parameter, which it would make equal.
+
+    Raises:
+        SpecError: names the parameter and the ranks.
+    """
+    for placement in placements(module):
+        for dim, group, members in placement.within(ranks):
+            raise SpecError(
+                f"DistributedDataParallel over {describe_ranks(ranks)} would make "
+                f"{placement} equal on {describe_ranks(members)}, which have different slices "
+                f"of it, cut along dim {dim} over {group.name!r}; give it the ranks that have "
+                f"copies: {_copies_group(placement, group)}, or use GradientReducer"
+            )
+
+
+def _copies_group(placement: Placement, cut: GroupRef) -> str:
+    """Suggested `process_group=` of DistributedDataParallel for a sliced parameter."""
+    with suppress(SpecError, GridNotInitializedError):  # a bare group, or a grid not registered
+        grid = get_grid(cut.grid_name or "default")
+        axes = [a for a in layout_of(placement, grid).copied_axes if grid.size(a) > 1]
+        if axes:
+            return f"process_group=commgrid.get_group({'_'.join(reversed(axes))!r})"
+    return "no other rank has one"

@@ -15,9 +15,35 @@ from torch.nn.utils import parametrize
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
-from commgrid.parameters.step_hooks import StepHooks
 
 _SLICES = "commgrid_slices"  # the key of a module's slices in a state_dict's metadata
+
+
+class StepHooks:
+    """Hooks of all optimizers, registered with torch while they have a user.
+
+    Args:
+        register: calls torch's functions, and returns their handles.
+    """
+
+    def __init__(self, register: Callable[[], list[Any]]) -> None:
+        self._register, self._users = register, 0
+        self._handles: list[Any] = []
+
+    def add_user(self) -> None:
+        """Registers the hooks, if they are not."""
+        self._users += 1
+        if not self._handles:
+            self._handles = self._register()
+
+    def remove_user(self) -> None:
+        """Removes the hooks with the last user."""
+        self._users -= 1
+        if not self._users:
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+
 
 LIVE: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
 """Every module with slices that exists."""

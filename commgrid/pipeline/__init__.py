@@ -55,6 +55,9 @@ __all__ = [
     "zb_h1",
 ]
 
-_LIVE = {"Pipeline": "commgrid.pipeline.stage", "StageLinks": "commgrid.pipeline.p2p"}
+_LIVE = {
+    "commgrid.pipeline.p2p": ("StageLinks",),
+    "commgrid.pipeline.stage": ("Pipeline",),
+}  # fmt: skip
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

@@ -8,13 +8,7 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.group_row import GroupEntry
-from commgrid.planning.options import (
-    BY_RANK,
-    DEFAULT_ORDER,
-    OPTIONS,
-    parse_within,
-    refuse_unknown,
-)
+from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, OPTIONS, parse_within, refuse_unknown
 from commgrid.planning.region import (
     AXES,
     Region,

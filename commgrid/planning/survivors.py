@@ -17,9 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from commgrid.errors import (
-    SpecError,
-)
+from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.options import BY_RANK

@@ -45,12 +45,7 @@ from commgrid.planning.group_row import GroupEntry
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
 from commgrid.torch_compat import groups as torch_groups
-from commgrid.torch_compat.mesh import (
-    answered_with,
-    let_names_be_taken,
-    mend_uneven_gathers,
-    offer,
-)
+from commgrid.torch_compat.mesh import answered_with, let_names_be_taken, mend_uneven_gathers, offer
 
 Dims = Mapping[str, tuple[str, ...]]
 """The dims of a mesh, in its order, with the axes that each runs along, slowest first."""

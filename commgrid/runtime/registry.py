@@ -12,11 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from commgrid.errors import (
-    GridExistsError,
-    GridNotInitializedError,
-    PeerTimeoutError,
-)
+from commgrid.errors import GridExistsError, GridNotInitializedError, PeerTimeoutError
 from commgrid.planning.spec import GridSpec
 from commgrid.recording import remote
 from commgrid.rendezvous.membership import Membership

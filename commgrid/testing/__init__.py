@@ -24,17 +24,12 @@ __all__ = [
 ]  # fmt: skip
 
 _WHERE = {
-    "GridsDiffer": "commgrid.testing.assertions",
-    "RanksWait": "commgrid.testing.assertions",
-    "finishes": "commgrid.testing.assertions",
-    "grids": "commgrid.testing.assertions",
-    "same_on_grids": "commgrid.testing.assertions",
-    "Outcome": "commgrid.launching.local_ranks",
-    "Ranks": "commgrid.launching.local_ranks",
-    "RanksFailed": "commgrid.launching.local_ranks",
-    "Snapshot": "commgrid.launching.leftovers",
-    "free_port": "commgrid.launching.variables",
-    "run_on_ranks": "commgrid.launching.local_ranks",
-}
+    "commgrid.launching.leftovers": ("Snapshot",),
+    "commgrid.launching.local_ranks": ("Outcome", "Ranks", "RanksFailed", "run_on_ranks"),
+    "commgrid.launching.variables": ("free_port",),
+    "commgrid.testing.assertions": (
+        "GridsDiffer", "RanksWait", "finishes", "grids", "same_on_grids",
+    ),
+}  # fmt: skip
 
 __getattr__, __dir__ = on_demand(globals(), _WHERE)

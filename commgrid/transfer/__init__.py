@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Message", "Move", "Part", "Transfer", "TransferPlan"]
 
-_LIVE = {"Part": "commgrid.transfer.models", "Transfer": "commgrid.transfer.transfer"}
+_LIVE = {
+    "commgrid.transfer.models": ("Part",),
+    "commgrid.transfer.transfer": ("Transfer",),
+}  # fmt: skip
 
 __getattr__, __dir__ = on_demand(globals(), _LIVE)

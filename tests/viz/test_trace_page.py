@@ -10,8 +10,8 @@ import pytest
 
 from commgrid import SpecError
 from commgrid.cli import main
-from commgrid.viz import trace_page
-from commgrid.viz.trace_page import draw_trace_page
+from commgrid.viz import page as trace_page
+from commgrid.viz.page import draw_trace_page
 from tests.viz.test_page import browse, in_a_browser
 
 TP, PP = "tp,cp", "pp"

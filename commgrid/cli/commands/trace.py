@@ -21,8 +21,7 @@ from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
 from commgrid.cli.parser import file_of, whole
 from commgrid.cost_model.cluster import Cluster, find_cluster
-from commgrid.viz.page import write_page
-from commgrid.viz.trace_page import draw_trace_page
+from commgrid.viz.page import draw_trace_page, write_page
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py

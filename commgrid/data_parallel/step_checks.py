@@ -13,17 +13,26 @@ Other edits, such as clamping each number, are not one factor and are not judged
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from commgrid.collectives.plain import all_gather
+from commgrid.data_parallel.accumulation import is_unreduced
 from commgrid.data_parallel.bucket import GradientPart
-from commgrid.data_parallel.slot import KeptGradient
-from commgrid.errors import GridMismatchError
+from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, owner_of
+from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.parameters.optimizers import check_optimizer, is_scaled, refuse_scaler, zero_ranks
+from commgrid.parameters.sharded_module import StepHooks
 from commgrid.torch_compat.messages import version_of
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2  # of a factor: rounding of fp32, and of bf16 gradients
@@ -127,3 +136,110 @@ class Edits:
             "slices or experts; use the reducer's clip_gradients(), or scale by one factor on all "
             "ranks"
         )
+
+
+def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Reducer, Slot]]:
+    """The parameters that an optimizer updates and a reducer owns."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = owner_of(parameter)
+            if owner is not None:
+                reducer, slot = owner.reducer, owner.slot
+                if reducer is not None and slot is not None:
+                    yield reducer, slot
+
+
+def mark_used(optimizer: torch.optim.Optimizer) -> None:
+    """Mark gradients as used, by a step or a skipped one: the next backward starts new ones."""
+    for reducer, slot in owned_by(optimizer):
+        slot.stepped, slot.optimized = slot.reduced, True
+        reducer.after_step = True
+        if slot.stepped and slot.fused:  # its layer adds to zeros
+            with torch.no_grad():
+                slot.view.zero_()
+
+
+def check_slices(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses an optimizer whose step would be wrong where ranks have different parameters.
+
+    Raises:
+        SpecError: names the first such parameter.
+    """
+    owned = list(owned_by(optimizer))
+    check_optimizer(optimizer, [slot.placement for _, slot in owned])
+    ranks, scaled = set(zero_ranks(optimizer)), is_scaled()
+    if not ranks and not scaled:
+        return
+    for reducer, slot in owned:
+        for axis, theirs in reducer.groups.apart(slot.placement):
+            both = sorted(ranks & set(theirs))
+            if len(both) > 1:
+                raise SpecError(
+                    f"{type(optimizer).__name__} over {describe_ranks(sorted(ranks))} would send "
+                    f"{slot.placement} to {describe_ranks(both)}, which have other parameters "
+                    f"along {axis}; give it process_group=commgrid.get_group('dp_cp'), or use "
+                    "commgrid.data_parallel.ShardedOptimizer"
+                )
+            if scaled:
+                refuse_scaler(f"{slot.placement} differs along {axis}")
+
+
+def check_reduced(optimizer: torch.optim.Optimizer) -> None:
+    """Refuses a step while a gradient has not been through finish().
+
+    Raises:
+        CommGridError: names the first such parameter.
+    """
+    reducers: dict[Reducer, None] = {}
+    for reducer, slot in owned_by(optimizer):
+        reducers[reducer] = None
+        gradient = slot.parameter.grad
+        if reducer.shard and slot.reduced and not isinstance(gradient, KeptGradient | None):
+            raise CommGridError(
+                f".grad of {slot.placement} was set, which a ShardedOptimizer does not read: its "
+                "reducer keeps gradients in parts; set it before finish(), which sums it over "
+                "ranks, or make the GradientReducer with shard=False"
+            )
+        if is_unreduced(slot, reducer):
+            raise CommGridError(
+                f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "
+                "gradient that no finish() has reduced, so that ranks would train apart; call its "
+                "GradientReducer's finish() once a step, after the last backward and before "
+                "clipping and step()"
+            )
+    for reducer in reducers:
+        reducer.before_step()
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    given: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
+    check_slices(optimizer)
+    if given is None:
+        check_reduced(optimizer)
+        return None
+    closure = given
+
+    def checked() -> Any:
+        loss = closure()
+        check_reduced(optimizer)
+        return loss
+
+    if len(args) > 1:
+        return (args[0], checked, *args[2:]), kwargs
+    return args, {**kwargs, "closure": checked}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    mark_used(optimizer)
+
+
+STEP_HOOKS = StepHooks(
+    lambda: [
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    ]
+)
+"""Before a step, an unreduced gradient raises an error; after it, gradients count as used.
+Registered while any reducer exists."""
