@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import operator
+import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint.progress import ProgressLine
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.common_group import common_group
 from commgrid.errors import (
@@ -130,3 +131,50 @@ def _compare_extra(given: Sequence[Mapping[str, int] | None]) -> None:
                 "rank's would have been saved for all. Values of a rank's own go to "
                 "extra_per_rank=, and come back to it"
             )
+
+
+_TERMINAL_SECONDS, _LOG_SECONDS = 0.2, 10.0
+
+
+class ProgressLine:
+    """Writes how many bytes are done.
+
+    Args:
+        what: is done, such as `saving step 20`.
+        stream: a terminal's line is written over; elsewhere a line is added every ten seconds.
+    """
+
+    def __init__(self, what: str, stream: TextIO | None = None) -> None:
+        self._what, self._stream = what, stream or sys.stderr
+        self._live = self._stream.isatty()
+        self._started = time.monotonic()
+        self._next = self._started + (_TERMINAL_SECONDS if self._live else _LOG_SECONDS)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Called as often as one likes."""
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + (_TERMINAL_SECONDS if self._live else _LOG_SECONDS)
+        self._write(f"{self._what}: {size(done)} of this rank's {size(total)}")
+
+    def _write(self, text: str, last: bool = False) -> None:
+        ends = "\n" if last or not self._live else ""
+        self._stream.write(f"\r\x1b[K{text}{ends}" if self._live else f"{text}{ends}")
+        self._stream.flush()
+
+    def finish(self, text: str) -> None:
+        """The last word, with the seconds it took."""
+        self._write(f"{text} in {time.monotonic() - self._started:.1f} s", last=True)
+
+
+def size(count: int) -> str:
+    """Bytes in words.
+
+    >>> size(999), size(1_500_000), size(26_400_000_000)
+    ('999 bytes', '1.5 MB', '26.4 GB')
+    """
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= factor:
+            return f"{count / factor:.1f} {unit}"
+    return f"{count} bytes"

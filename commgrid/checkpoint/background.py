@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.progress import ProgressLine, size
+from commgrid.checkpoint.agreement import ProgressLine, size
 from commgrid.checkpoint.trust import read_written
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.errors import CheckpointError

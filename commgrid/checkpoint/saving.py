@@ -18,17 +18,18 @@ from commgrid.checkpoint.agreement import (
     Call,
     Model,
     Progress,
+    ProgressLine,
     compare,
     count_of,
     everyone,
     failure,
     kind_of,
     reporter,
+    size,
     tells_failures,
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
 from commgrid.checkpoint.memory import keep_items
-from commgrid.checkpoint.progress import ProgressLine, size
 from commgrid.checkpoint.values import OWN, number_of, numbers_of, own_path
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first

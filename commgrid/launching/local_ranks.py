@@ -24,8 +24,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from commgrid.launching.process import MAY_END, RETURNED, Task, run_rank
-from commgrid.launching.variables import free_port, launcher_variables
+from commgrid.launching.process import (
+    MAY_END,
+    RETURNED,
+    Task,
+    free_port,
+    launcher_variables,
+    run_rank,
+)
 
 TIMEOUT = 240.0
 GRACE = 30.0

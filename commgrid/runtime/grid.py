@@ -27,7 +27,7 @@ from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.peer_errors import as_peer_error, lost_by_gloo
+from commgrid.torch_compat.peer_errors import lost_by_gloo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -99,7 +99,7 @@ class HyperCommGrid(LiveGroups):
             "spec": described, "backend": backend, "timeout": limit,
             "versions": torch_world.versions(), "watch": watched,
         }  # fmt: skip
-        self._make(document, backend, limit, deadline, watched, before_ready)
+        self._make(document, deadline, watched, before_ready)
 
     def _describe(
         self, spec: GridSpec, name: str, backend: str | None, timeout: float | None
@@ -147,8 +147,6 @@ class HyperCommGrid(LiveGroups):
     def _make(
         self,
         document: Mapping[str, Any],
-        backend: str | None,
-        limit: float | None,
         deadline: float,
         watched: bool,
         before_ready: Callable[[HyperCommGrid], object],
@@ -156,7 +154,7 @@ class HyperCommGrid(LiveGroups):
         """Agree, create, connect; on any failure nothing that was made stays."""
         under_way: list[Rendezvous] = []
         if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, backend, limit, lambda: 60.0, False)
+            self._create(uuid4().hex, lambda: 60.0, False)
             before_ready(self)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
@@ -188,12 +186,12 @@ class HyperCommGrid(LiveGroups):
                     watch.connect(f"{self._name} {rendezvous.incarnation}")
                 if asked:
                     placed = placement.settle(self._spec, rendezvous, self._name, self._rank)
-                    self._describe(placed, self._name, backend, limit)
+                    self._describe(placed, self._name, self._backend, self._timeout)
                 self._watch = watch
-                self._create(rendezvous.incarnation, backend, limit, rendezvous.patience, watched)
+                self._create(rendezvous.incarnation, rendezvous.patience, watched)
                 if connects:
                     rendezvous.meet()  # a rank that could not create is named before others call it
-                    self._connect(rendezvous, limit)
+                    self._connect(rendezvous)
                 before_ready(self)  # what fails from here on fails on all ranks
                 rendezvous.meet()
                 under_way.clear()
@@ -217,35 +215,15 @@ class HyperCommGrid(LiveGroups):
         by_pairs = self._connected_by_pairs()
         ended_groups.wake(groups, by_pairs, tell=not under_way, watched=True)
 
-    def _create(
-        self,
-        incarnation: str,
-        backend: str | None,
-        limit: float | None,
-        patience: Callable[[], float],
-        watched: bool,
-    ) -> None:
+    def _create(self, incarnation: str, patience: Callable[[], float], watched: bool) -> None:
         self._incarnation = incarnation
         for planned in self._plan.communicators:
             started = time.perf_counter()
-            try:
-                group = torch_groups.create_group(
-                    f"commgrid/{self._name}/{incarnation}/{planned.name}/{planned.members}",
-                    ",".join(planned.names),
-                    planned.members,
-                    backend=backend,
-                    options=planned.options,
-                    timeout=limit,
-                    startup_timeout=patience(),
-                    connect=planned.connect,
-                    watched=watched,
-                )
-            except RuntimeError as error:
-                what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created"
-                raise as_peer_error(what, error) from error
+            name = f"commgrid/{self._name}/{incarnation}/{planned.name}/{planned.members}"
+            group = self._make_group(planned, name, patience(), watched=watched)
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
-    def _connect(self, rendezvous: Rendezvous, limit: float | None) -> None:
+    def _connect(self, rendezvous: Rendezvous) -> None:
         def tell(error: BaseException) -> None:
             lost, watch = lost_by_gloo(error), self._watch
             if lost and watch is not None and (seen := watch.read(timeouts().seen)):
@@ -256,7 +234,7 @@ class HyperCommGrid(LiveGroups):
         connecting = [c for c in self._communicators if c.planned.connect]
         exchange_ranks(connecting, rendezvous.patience, tell)
         for each in connecting:
-            torch_groups.keep_timeout(each.group, each.options, limit)
+            torch_groups.keep_timeout(each.group, each.options, self._timeout)
 
     def suspend(
         self, names: str | Sequence[str] | None = None, *, timeout: Seconds = 600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from commgrid.planning.plan import PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.communicator import Communicator
 from commgrid.runtime.device_mesh import GridMeshes
@@ -12,6 +13,7 @@ from commgrid.runtime.named_groups import NamedGroups
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.mesh import forget_plans
+from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -90,6 +92,27 @@ class LiveGroups(NamedGroups):
         return {owner + ",".join(each.names): list(each.ranks) for each in self._communicators}
 
     # -- holding and letting go ---------------------------------------------------------
+
+    def _make_group(
+        self,
+        planned: PlannedCommunicator,
+        name: str,
+        patience: float,
+        *,
+        watched: bool,
+        prefix: str = "",
+    ) -> ProcessGroup:
+        """Make the torch group of a communicator; with `prefix` under an earlier one's name."""
+        try:
+            return torch_groups.create_group(
+                name, ",".join(planned.names), planned.members, backend=self._backend,
+                options=planned.options, timeout=self._timeout, startup_timeout=patience,
+                connect=planned.connect, prefix=prefix, watched=watched,
+            )  # fmt: skip
+        except RuntimeError as error:
+            again = " again" if prefix else ""
+            what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created{again}"
+            raise as_peer_error(what, error) from error
 
     def _hold(self, communicator: Communicator) -> None:
         self._communicators.append(communicator)

@@ -25,7 +25,6 @@ from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.peer_errors import as_peer_error
 
 if TYPE_CHECKING:
     from commgrid.runtime.live_groups import LiveGroups
@@ -171,22 +170,10 @@ def _make_again(
     planned, stand_in = communicator.planned, communicator.group
     started = time.perf_counter()
     torch_suspend.leave_place(stand_in)
-    try:
-        group = torch_groups.create_group(
-            stand_in.group_name,
-            ",".join(planned.names),
-            planned.members,
-            backend=grid.backend,
-            options=planned.options,
-            timeout=grid.timeout,
-            startup_timeout=rendezvous.patience(),
-            connect=planned.connect,
-            prefix=f"commgrid/resumed/{grid.name}/{rendezvous.incarnation}",
-            watched=grid.watch is not None,
-        )
-    except RuntimeError as error:
-        what = f"grid {grid.name!r}: communicator {planned.name!r} cannot be created again"
-        raise as_peer_error(what, error) from error
+    group = grid._make_group(
+        planned, stand_in.group_name, rendezvous.patience(), watched=grid.watch is not None,
+        prefix=f"commgrid/resumed/{grid.name}/{rendezvous.incarnation}",
+    )  # fmt: skip
     communicator.seconds_to_create = time.perf_counter() - started
     communicator.seconds_to_connect = None
     grid._swap(communicator, group)

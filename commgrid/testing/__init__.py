@@ -15,7 +15,7 @@ from commgrid.on_demand import on_demand
 if TYPE_CHECKING:
     from commgrid.launching.leftovers import Snapshot
     from commgrid.launching.local_ranks import Outcome, Ranks, RanksFailed, run_on_ranks
-    from commgrid.launching.variables import free_port
+    from commgrid.launching.process import free_port
     from commgrid.testing.assertions import GridsDiffer, RanksWait, finishes, grids, same_on_grids
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 _WHERE = {
     "commgrid.launching.leftovers": ("Snapshot",),
     "commgrid.launching.local_ranks": ("Outcome", "Ranks", "RanksFailed", "run_on_ranks"),
-    "commgrid.launching.variables": ("free_port",),
+    "commgrid.launching.process": ("free_port",),
     "commgrid.testing.assertions": (
         "GridsDiffer", "RanksWait", "finishes", "grids", "same_on_grids",
     ),

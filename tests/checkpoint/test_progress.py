@@ -9,7 +9,7 @@ import torch
 
 import commgrid
 from commgrid import checkpoint
-from commgrid.checkpoint import progress
+from commgrid.checkpoint import agreement as progress
 from commgrid.testing import run_on_ranks
 from tests.checkpoint.models import made
 
