@@ -20,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     TensorProperties,
@@ -51,6 +52,7 @@ from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
 from commgrid.rendezvous.timeouts import Seconds
 from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.rebuild import States
 from commgrid.runtime.rebuild import rebuild as _rebuild
@@ -59,10 +61,6 @@ from commgrid.torch_compat.world import group_timeout
 from commgrid.transfer.models import Part
 from commgrid.transfer.transfer import Transfer
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from commgrid.runtime.grid import HyperCommGrid
 LEFT_OUT = "memory of ranks left out"
 _NAMED = 3
 

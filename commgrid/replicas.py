@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,9 +30,7 @@ from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.equality.digest import Digest, device_for, digest, extremes, quick_digest
 from commgrid.errors import NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 
 @dataclass(frozen=True)

@@ -14,20 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from commgrid.errors import ShapeError, SpecError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat.dtensor import steps_of
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from commgrid.runtime.grid import HyperCommGrid
 
 Shape = Sequence[int]
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.planning.group_row import GroupEntry
@@ -16,9 +18,6 @@ from commgrid.planning.spec import GridSpec
 from commgrid.runtime.grid import HyperCommGrid
 from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid
 from megatron_adapter.sizes_of import sizes_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 _OVERRIDES = tuple(
     f"_MPU_{what}_{number}"

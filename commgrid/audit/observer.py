@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,12 +40,10 @@ from commgrid.data_parallel.slot import KeptGradient, owner_of
 from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError
 from commgrid.pipeline import Pipeline
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid, is_initialized
 from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat import interposer as torch_calls
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class Observer:

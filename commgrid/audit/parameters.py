@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -17,9 +17,7 @@ from commgrid.errors import CommGridError
 from commgrid.parameters import Placement, placements
 from commgrid.parameters.foreign import foreign_cut, megatron_cut
 from commgrid.resharding.item import HeldBoxes, held_boxes
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*|$)")

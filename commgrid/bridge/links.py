@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import CommGridError
+from commgrid.grid_pairs.pair_group import PairGroup
+from commgrid.grid_pairs.pairing import Card
 from commgrid.health.culprit import who_is_missing
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.rendezvous.timeouts import timeouts
@@ -36,10 +37,6 @@ from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.messages import can_send, start_transfers, version_of
 from commgrid.torch_compat.peer_errors import is_peer_failure
-
-if TYPE_CHECKING:
-    from commgrid.grid_pairs.pair_group import PairGroup
-    from commgrid.grid_pairs.pairing import Card
 
 MOST_AHEAD = 16
 """So many calls a rank's messages may be on their way: gloo does not say when they have left."""

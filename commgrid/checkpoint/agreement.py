@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TextIO, TypeVar, cast
+from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
 import torch
 from torch import nn
@@ -23,11 +23,9 @@ from commgrid.errors import (
     UnknownGroupError,
 )
 from commgrid.resharding.model_state import chunks_of
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""

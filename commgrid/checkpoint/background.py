@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +32,8 @@ from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.errors import CheckpointError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import _registry
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 _CLAIM = ".completing"
 

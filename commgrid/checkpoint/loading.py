@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
@@ -36,10 +36,8 @@ from commgrid.resharding.item import Item, Value, key_of, whole
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import Naming, Rename
 from commgrid.resharding.optimizer_state import OptimizerState, copy_of
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
@@ -37,14 +37,12 @@ from commgrid.resharding.layouts import LocalBoxes
 from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run
 from commgrid.resharding.transport import Carrier, most_of
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import _registry
 from commgrid.store.hosts import own_host
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
 from commgrid.torch_compat.world import group_timeout
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 _KEPT = 2
 _UNDER_WAY = 64 << 20  # bytes on their way to neighbours at once

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -39,11 +39,8 @@ from commgrid.resharding.assignment import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
-
 
 COPIES = ("compare", "first")
 

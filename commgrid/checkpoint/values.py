@@ -7,7 +7,7 @@ import random
 import sys
 from collections.abc import Iterable, Mapping
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,9 +15,7 @@ from torch import Tensor
 from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
 from commgrid.resharding.item import Path, Shared, local_part
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 OWN = "extra_per_rank"
 

@@ -15,15 +15,11 @@ Layers and the user's own calls keep the group that they name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import UnknownGroupError
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
-
+from commgrid.runtime.grid import HyperCommGrid
 
 DATA = ("dp_cp", "edp")
 """Names of the groups over which gradients of dense and of expert parameters are summed."""

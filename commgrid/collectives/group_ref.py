@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import CommGridError, GridNotInitializedError, ShapeError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid, is_initialized
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class GroupRef:

@@ -22,7 +22,7 @@ Every function takes `group`, a name or a `ProcessGroup` or a layer's `GroupRef`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,7 @@ from commgrid.collectives.asynchronous import (
     start_reduce_scatter,
 )
 from commgrid.collectives.plain import Group, resolve
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 
 def copy_to_group(

@@ -9,7 +9,6 @@ Every function takes `group`, a name or a `ProcessGroup` or a layer's `GroupRef`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,8 @@ from commgrid.collectives.asynchronous import (
 )
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 Group = str | ProcessGroup | GroupRef
 

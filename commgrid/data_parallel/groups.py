@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -14,9 +13,7 @@ from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.parameters import Distinct, Placement, layout_of
 from commgrid.parameters.layout import axes_in_use, num_distinct
 from commgrid.replicas import groups_along
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 
 class ReductionGroups:

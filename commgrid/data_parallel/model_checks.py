@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,10 +27,8 @@ from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
 from commgrid.replicas import Copy, differing
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat.world import FAKE
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 def check_own(model: nn.Module, grid: HyperCommGrid) -> None:

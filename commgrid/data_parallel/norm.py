@@ -10,7 +10,6 @@ GradientReducer, which has methods for that: with FSDP2, DDP, or one data-parall
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,10 +25,8 @@ from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import placements
 from commgrid.parameters.layout import axes_in_use, num_distinct
 from commgrid.planning.region import STANDARD
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 def gradient_norm(

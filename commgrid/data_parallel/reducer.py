@@ -28,7 +28,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -68,10 +68,8 @@ from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_
 from commgrid.errors import CommGridError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, placements
 from commgrid.parameters.placement import shared_last
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 NOT_FINITE = ("keep", "skip", "raise")
 

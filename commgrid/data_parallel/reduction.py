@@ -7,7 +7,6 @@ weights after a step, during the next forward if that is asked for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,9 +16,7 @@ from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_
 from commgrid.data_parallel.accumulation import fill
 from commgrid.data_parallel.bucket import Bucket
 from commgrid.errors import GridDestroyedError
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 _IN_FLIGHT = 2  # buckets whose exchange buffers exist at once on the CPU
 

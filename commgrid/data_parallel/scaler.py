@@ -6,7 +6,7 @@ one rank finds an overflow and skips the step, others take it, and the replicas 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,8 @@ from commgrid.data_parallel.norm import norm_group
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.data_parallel.slot import owner_of
 from commgrid.data_parallel.step_checks import mark_used
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -9,18 +9,14 @@ the notes.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives.group_ref import described
+from commgrid.collectives.group_ref import GroupRef, described
 from commgrid.equality.digest import device_for, digest, extremes
 from commgrid.errors import GridMismatchError
-
-if TYPE_CHECKING:
-    from commgrid.collectives.group_ref import GroupRef
 
 KEPT = 16
 """Only the first notes since the last comparison are compared; of later ones, their number is."""

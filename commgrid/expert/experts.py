@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,11 +34,9 @@ from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw, has_numbers, other_random_state, seed_of
 from commgrid.tensor_parallel.matmul import wanted
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 Activation = Callable[[Tensor], Tensor]
 """Elementwise, such as F.gelu or F.silu."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,11 +18,9 @@ from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
 from commgrid.expert.shared import SharedExpert
 from commgrid.parameters import mark_parameters
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import Init
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class MoELayer(nn.Module):

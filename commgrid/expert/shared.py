@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from commgrid.expert.experts import Activation
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ParallelLayer
 from commgrid.tensor_parallel.matmul import Layer, column_matmul, row_matmul
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class SharedExpert(ParallelLayer):

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from commgrid.grid_pairs.pairing import Pairing
 from commgrid.health.detector import Watch, WatchedGroup, prepare
 from commgrid.planning.group_row import GroupOptions
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.messages import start_exchange
 from commgrid.torch_compat.peer_errors import as_peer_error
-
-if TYPE_CHECKING:
-    from commgrid.grid_pairs.pairing import Pairing
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class PairGroup:

@@ -17,7 +17,7 @@ import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
 
@@ -35,14 +35,12 @@ from commgrid.rendezvous.grid_match import Calls
 from commgrid.rendezvous.op import Protocol, StoreLostError
 from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store.driver import Result, StoreDriver
 from commgrid.store.key_wait import seconds_until
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 SIDES = ("source", "target")
 

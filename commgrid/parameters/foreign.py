@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 from commgrid.errors import SpecError
 from commgrid.layout.box import Box, Shape
 from commgrid.parameters.sharded_module import ShardedModule
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 _COLUMNS = ("colwise", "colwise_gather_output")
 _ROWS = ("rowwise", "rowwise_split_input")

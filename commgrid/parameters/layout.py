@@ -10,16 +10,13 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.parameters.placement import Placement
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 
 class Distinct:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 REGIONS = ("dense", "expert")
 Module = TypeVar("Module", bound=nn.Module)

@@ -8,13 +8,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.norm import device_of
+from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.pipeline.execution import Execution, Loss
 from commgrid.pipeline.p2p import StageLinks
@@ -32,12 +33,9 @@ from commgrid.pipeline_schedules.schedule import (
     make_schedule,
 )
 from commgrid.pipeline_schedules.simulator import Span
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.registry import get_grid, is_initialized
-
-if TYPE_CHECKING:
-    from commgrid.data_parallel.reducer import GradientReducer
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class Pipeline:

@@ -8,7 +8,6 @@ without one, this does it at the end of a step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
+from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import GridMismatchError, SpecError
 from commgrid.parameters import placements
 from commgrid.parameters.placement import shared_last
-
-if TYPE_CHECKING:
-    from commgrid.data_parallel.reducer import GradientReducer
 
 Gradients = dict[nn.Parameter, Tensor | None]
 

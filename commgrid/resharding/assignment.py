@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -22,9 +21,7 @@ from commgrid.errors import SpecError
 from commgrid.parameters import Placement, layout_of
 from commgrid.parameters.foreign import ForeignCut
 from commgrid.resharding.item import HeldBoxes, held_boxes
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 _SWEEPS = 12
 _GRAINS = 16  # a sender gets at least this part of a mean load at once, so that messages are few

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -17,9 +17,7 @@ from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
 from commgrid.resharding.assignment import SavedParameter, Turns, saved_parameter
 from commgrid.resharding.item import Item, Value, key_of, local_part, whole
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.grid import HyperCommGrid
 
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 

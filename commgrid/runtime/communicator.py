@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import ProcessGroup
 
 from commgrid.errors import GridMismatchError
 from commgrid.planning.group_row import GroupOptions
@@ -16,10 +18,6 @@ from commgrid.torch_compat import messages as torch_transfers
 from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error
-
-if TYPE_CHECKING:
-    import torch
-    from torch.distributed import ProcessGroup
 
 
 @dataclass

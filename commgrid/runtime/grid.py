@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError
 from commgrid.health.culprit import missing_ranks
 from commgrid.health.detector import is_wanted, prepare
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.survivors import Rebuilt
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime import placement, summary, suspension
-from commgrid.runtime.communicator import Communicator, check_all, exchange_ranks
+from commgrid.runtime.communicator import CheckReport, Communicator, check_all, exchange_ranks
 from commgrid.runtime.device_mesh import GridMeshes, read_mesh
 from commgrid.runtime.live_groups import LiveGroups
 from commgrid.runtime.startup_agreement import Rendezvous
@@ -31,10 +34,6 @@ from commgrid.torch_compat.peer_errors import lost_by_gloo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from commgrid.planning.survivors import Rebuilt
-    from commgrid.runtime.communicator import CheckReport
 
 
 _log = logging.getLogger("commgrid")

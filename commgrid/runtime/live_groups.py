@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from torch.distributed import ProcessGroup
+
+from commgrid.health.detector import Watch
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.communicator import Communicator
@@ -14,11 +17,6 @@ from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.mesh import forget_plans
 from commgrid.torch_compat.peer_errors import as_peer_error
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from commgrid.health.detector import Watch
 
 
 class LiveGroups(NamedGroups):

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from torch.distributed import ProcessGroup
 
 from commgrid.errors import GridDestroyedError, NotInGroupError, SpecError, UnknownGroupError
 from commgrid.layout.ranks import Ranks
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.sub_grid import SubGrid
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class NamedGroups:

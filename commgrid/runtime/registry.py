@@ -10,9 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed import ProcessGroup
 
 from commgrid.errors import GridExistsError, GridNotInitializedError, PeerTimeoutError
+from commgrid.health.detector import Watch
 from commgrid.planning.spec import GridSpec
 from commgrid.recording import remote
 from commgrid.rendezvous.membership import Membership
@@ -28,11 +31,6 @@ from commgrid.store.launch import Launch
 from commgrid.store.search import connect_store, follow_timeout
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.world import versions
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from commgrid.health.detector import Watch
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+
+from torch.distributed import ProcessGroup
 
 from commgrid.errors import NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 class SubGrid:

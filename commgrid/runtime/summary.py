@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
+from commgrid.planning.region import Region
+from commgrid.runtime.live_groups import LiveGroups
 from commgrid.wording import around, several
-
-if TYPE_CHECKING:
-    from commgrid.planning.region import Region
-    from commgrid.runtime.live_groups import LiveGroups
 
 _GROUPS = 12  # that a notebook's table shows
 

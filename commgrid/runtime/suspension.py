@@ -14,20 +14,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
 from weakref import ref
 
 from commgrid.errors import CommGridError
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.runtime.communicator import Communicator, exchange_ranks
+from commgrid.runtime.live_groups import LiveGroups
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
-
-if TYPE_CHECKING:
-    from commgrid.runtime.live_groups import LiveGroups
 
 Names = str | Sequence[str] | None
 

@@ -9,16 +9,14 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch._C._distributed_c10d import HashStore, PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.store.client import Asked
-
-if TYPE_CHECKING:
-    from commgrid.store.launch import Launch
+from commgrid.store.launch import Launch
 
 
 def connect_store(launch: Launch, left: float) -> Any:

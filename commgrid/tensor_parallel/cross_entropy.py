@@ -12,7 +12,7 @@ exp(logit - largest of the row) in their place, so that backward need not take e
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +23,8 @@ from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.embedding import check_indices
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 # Elements of the softmax made at once: what a core's cache holds, or what keeps a GPU busy.
 _SLICE = {"cpu": 2**18}

@@ -14,7 +14,7 @@ logits for them are -inf, which no softmax gives a share and no sampling chooses
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +31,9 @@ from commgrid.collectives.first_order import first_order
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError, SpecError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ColumnParallelLinear, Output, ParallelLayer
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class VocabParallelEmbedding(ParallelLayer):

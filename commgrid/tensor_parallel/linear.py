@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,9 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.matmul import column_matmul, row_matmul
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 Output = Tensor | tuple[Tensor, Tensor | None]
 """y, or with `skip_bias_add` y without the bias, and the bias."""

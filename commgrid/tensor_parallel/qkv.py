@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,10 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives import all_gather_from_group
 from commgrid.equality.inputs import note
 from commgrid.errors import ShapeError
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ParallelLayer
 from commgrid.tensor_parallel.matmul import Layer, column_matmul
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 class QKVParallelLinear(ParallelLayer):

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
 from commgrid.collectives import Group
 from commgrid.collectives.group_ref import GroupRef
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import other_random_state, seed_of
-
-if TYPE_CHECKING:
-    from commgrid.runtime.grid import HyperCommGrid
 
 
 def set_random_seed(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
@@ -11,9 +11,6 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.store.client import served
 from commgrid.store.search import CANNOT_SERVE, first_line
-
-if TYPE_CHECKING:
-    pass
 
 
 def as_peer_error(what: str, error: RuntimeError) -> CommGridError:

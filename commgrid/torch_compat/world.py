@@ -9,7 +9,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from datetime import timedelta
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ from commgrid.layout.axis_names import nearest
 from commgrid.planning.group_row import GroupOptions
 from commgrid.store.client import served
 from commgrid.store.hosts import address_towards, outward_address
+from commgrid.store.launch import Launch
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.peer_errors import as_peer_error
 from commgrid.version import VERSION
-
-if TYPE_CHECKING:
-    from commgrid.store.launch import Launch
 
 FAKE = "fake"
 

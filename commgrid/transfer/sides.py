@@ -5,11 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     TensorProperties,
@@ -26,14 +27,9 @@ from commgrid.resharding.item import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, GridLayouts, LocalBoxes
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState, copy_of
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from commgrid.runtime.grid import HyperCommGrid
-
 
 _OPTIONS = "optimizer.param_groups."
 _ABSENT = -(1 << 63)  # less than any digest and its negative

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
@@ -32,9 +33,6 @@ from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.models import Model, Names, Only
 from commgrid.transfer.sides import SourceSide, TargetSide
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0

@@ -207,6 +207,7 @@ def _publish() -> list[str]:
 
 __all__ = _publish()
 
+
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
