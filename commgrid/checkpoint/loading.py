@@ -31,7 +31,7 @@ from commgrid.checkpoint.values import offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
-from commgrid.resharding.assignment import Turns
+from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, whole
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import Naming, Rename

@@ -33,7 +33,7 @@ from commgrid.collectives.objects import as_bytes, as_tensor, at_first, gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.layout.box import volume
 from commgrid.resharding.item import Chunk, Item, Shared, Value
-from commgrid.resharding.layouts import LocalBoxes
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run
 from commgrid.resharding.transport import Carrier, most_of

@@ -35,7 +35,7 @@ from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import Copy, differing, groups_along
-from commgrid.resharding.assignment import Turns
+from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState

@@ -15,7 +15,7 @@ from commgrid.data_parallel.slot import Reducer, owner_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
-from commgrid.resharding.assignment import SavedParameter, Turns, saved_parameter
+from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
 from commgrid.resharding.item import Item, Value, key_of, local_part, whole
 from commgrid.runtime.grid import HyperCommGrid
 

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.errors import CheckpointError, SpecError
-from commgrid.resharding.assignment import SavedParameter, Turns
+from commgrid.resharding.holders import SavedParameter, Turns
 from commgrid.resharding.item import Chunk, Item, Path, Shared, Value, key_of, local_part, whole
 from commgrid.resharding.model_state import ModelState
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.resharding.layouts import LocalBoxes
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line

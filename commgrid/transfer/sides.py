@@ -22,9 +22,10 @@ from commgrid.equality.digest import Digest, digest, quick_digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.layout.box import Box
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.resharding.assignment import Turns
+from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Shared, Value, key_of
-from commgrid.resharding.layouts import Form, GridLayouts, LocalBoxes
+from commgrid.resharding.layouts import Form, GridLayouts
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState, copy_of
 from commgrid.runtime.grid import HyperCommGrid

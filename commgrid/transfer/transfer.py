@@ -20,7 +20,8 @@ from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferE
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Pairing, check_alive
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.resharding.layouts import GridLayouts, LocalBoxes
+from commgrid.resharding.layouts import GridLayouts
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of

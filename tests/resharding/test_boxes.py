@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import commgrid
 from commgrid.layout.box import boxes_of_range
 from commgrid.parameters.foreign import ForeignCut
-from commgrid.resharding.assignment import Turns
+from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import HeldBoxes
 from commgrid.testing import run_on_ranks
 

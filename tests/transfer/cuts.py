@@ -13,7 +13,7 @@ import commgrid
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.expert import GroupedExperts
 from commgrid.parameters import mark_parameters
-from commgrid.resharding.assignment import Turns
+from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item
 from commgrid.resharding.model_state import ModelState
 from commgrid.tensor_parallel import (

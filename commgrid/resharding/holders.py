@@ -1,0 +1,126 @@
+"""Boxes of parameters that this rank holds, and the choice of a rank to write each copy.
+
+Every part is a list of boxes with their offsets, which is what torch.distributed.checkpoint
+stores. Copies are written once, each by the rank that so far has least to write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from commgrid.errors import SpecError
+from commgrid.parameters import Placement, layout_of
+from commgrid.parameters.foreign import ForeignCut
+from commgrid.resharding.item import HeldBoxes, held_boxes
+from commgrid.runtime.grid import HyperCommGrid
+
+
+@dataclass(frozen=True)
+class SavedParameter(HeldBoxes):
+    """A parameter, the boxes of it that this rank holds, and where copies of them are.
+
+    Args:
+        shape, held, boxes: as HeldBoxes'.
+        name: in the whole model.
+        copies: the axes along which ranks have copies of it.
+        is_owner: False on stages whose copy another stage writes.
+    """
+
+    name: str
+    copies: tuple[str, ...]
+    is_owner: bool = True
+
+
+def saved_parameter(
+    placement: Placement,
+    grid: HyperCommGrid,
+    cut_over: str | None = None,
+    foreign: ForeignCut | None = None,
+) -> SavedParameter:
+    """The boxes of a parameter that this rank holds, and where copies of them are.
+
+    Args:
+        placement: the parameter, which may be a DTensor, such as FSDP2 makes of it.
+        grid: with the axes that cut it.
+        cut_over: the group over which a sharded optimizer has cut it further.
+        foreign: how another library's layer has cut it; its copies are not known then.
+
+    Raises:
+        SpecError: slices over a group that is not one of the grid's, or of another region.
+    """
+    boxes = held_boxes(placement, foreign)
+    layout = layout_of(placement, grid, _cut_further(placement, cut_over))
+    _check_experts(placement, grid)
+    is_owner = placement.shared is None or placement.shared.rank == 0
+    return SavedParameter(
+        boxes.shape, boxes.held, boxes.boxes, placement.name, layout.copied_axes, is_owner
+    )
+
+
+def _cut_further(placement: Placement, cut_over: str | None) -> Iterator[tuple[str, int]]:
+    """By FSDP2, and by a sharded optimizer, which cuts a parameter's elements in their order."""
+    parameter = placement.parameter
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        if not mesh.mesh_dim_names:
+            raise SpecError(
+                f"{placement.name}: a DTensor on {mesh}, whose dims have no names; take meshes "
+                "from grid.device_mesh"
+            )
+        for name, kind in zip(mesh.mesh_dim_names, parameter.placements, strict=False):
+            if not isinstance(kind, Replicate):
+                yield name, getattr(kind, "dim", 0)
+    if cut_over is not None:
+        yield cut_over, 0
+
+
+def _check_experts(placement: Placement, grid: HyperCommGrid) -> None:
+    """Refuses experts that have one name on all ranks of ep."""
+    if placement.region != "expert" or "ep" not in grid.shape or grid.size("ep") == 1:
+        return
+    cut = layout_of(placement, grid).weight["ep"]
+    if not isinstance(cut, Shard):
+        raise SpecError(
+            f"{placement.name} is marked as of the expert region, where other ranks of ep have "
+            "others, but not as sliced over ep, so that all have one name; use GroupedExperts, or "
+            "a ShardedModule whose shards_of says which experts a rank has"
+        )
+
+
+@dataclass
+class Turns:
+    """Shares out what ranks have copies of; all of them come to the same answer by themselves.
+
+    Args:
+        grid: whose ranks.
+        first: whether the first of the ranks with copies writes all of them, so that what is
+            written is one rank's where copies differ.
+    """
+
+    grid: HyperCommGrid
+    first: bool = False
+    _loads: dict[tuple[str, ...], list[int]] = field(default_factory=dict)
+    _place: dict[tuple[str, ...], int] = field(default_factory=dict)
+
+    def is_mine(self, copies: tuple[str, ...], amount: int) -> bool:
+        """Whether this rank writes something of which ranks along `copies` have copies.
+
+        Args:
+            copies: axes.
+            amount: bytes.
+        """
+        if copies not in self._loads:
+            shape, coordinate = self.grid.shape, self.grid.coordinate
+            place, count = 0, 1
+            for axis in copies:
+                place, count = place * shape[axis] + coordinate[axis], count * shape[axis]
+            self._loads[copies], self._place[copies] = [0] * count, place
+        loads, place = self._loads[copies], self._place[copies]
+        if self.first:
+            return place == 0
+        chosen = loads.index(min(loads))
+        loads[chosen] += amount
+        return chosen == place
