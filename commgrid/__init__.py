@@ -6,8 +6,10 @@ that any form of parallelism needs exists and is found by name.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
+from commgrid.earlier import EarlierPaths
 from commgrid.errors import (
     CheckpointError,
     CommGridError,
@@ -85,3 +87,4 @@ _ON_DEMAND = {
 _MODULES = {"trace": "commgrid.trace", "verify": "commgrid.call_analysis.verification"}
 
 __getattr__, __dir__ = on_demand(globals(), _ON_DEMAND, _MODULES)
+sys.meta_path.append(EarlierPaths())

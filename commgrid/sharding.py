@@ -12,6 +12,7 @@ first. Pieces are torch.chunk's: of 5 rows on 4 ranks the first three have 2, 2,
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -293,3 +294,12 @@ def _kind(source: Placement, target: Placement) -> tuple[str, str, str]:
 
 def _contiguous(shape: Shape) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def __getattr__(name: str) -> type[RedistributionStep]:
+    """The earlier name of `RedistributionStep`, until release 0.3."""
+    if name != "Transfer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    said = "commgrid.sharding.Transfer is RedistributionStep now; its earlier name goes with 0.3"
+    warnings.warn(said, DeprecationWarning, stacklevel=2)
+    return RedistributionStep

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
 
 from commgrid.context_parallel.balance import Mask, Range, Ranges, check_lengths, pairs_of
 from commgrid.context_parallel.ranges import count
+from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.context_parallel.tiles import needed
 from commgrid.errors import SpecError
 from commgrid.wording import several
-
-if TYPE_CHECKING:
-    from commgrid.context_parallel.sharding import SequenceSharding
 
 
 def draw_ranges(

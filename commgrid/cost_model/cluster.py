@@ -13,17 +13,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from commgrid.cost_model.collective_form import Fit, Link, Span, fits_from
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import highest_rank
 from commgrid.planning.options import above_zero, check_keys, flag, named
+from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import Table, from_file
-
-if TYPE_CHECKING:
-    from commgrid.planning.spec import GridSpec
 
 Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from commgrid.cost_model.model import Model
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.wording import several
-
-if TYPE_CHECKING:
-    from commgrid.cost_model.model import Model
 
 RECOMPUTE = ("none", "selective", "full")
 """The part of a layer's forward to compute again in the backward.

@@ -22,7 +22,7 @@ from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.bucket import Lane
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import Slot
-from commgrid.equality.digest import digest
+from commgrid.equality.digest import device_for, digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
@@ -228,7 +228,7 @@ def compare_slices(lanes: Sequence[Lane]) -> None:
             parameter = placement.parameter.detach()
             varies = (parameter != parameter.flatten()[:1]).any()
             rows.append(torch.stack([digest(parameter), varies.long()]))
-        on = "cuda" if "nccl" in dist.get_backend(group) else "cpu"
+        on = device_for(group)
         theirs = all_gather(torch.stack(rows).to(on), group).view(group.size(), -1, 2).cpu()
         equal = (theirs[..., 0] == theirs[:1, :, 0]).all(0)
         varying = theirs[..., 1].bool().any(0)

@@ -1,4 +1,6 @@
-"""Edits of gradients between finish and step: refused if ranks scaled them by different factors.
+"""Checks between finish and step: edits of gradients, and optimizers that step too early.
+
+Edits are refused if ranks scaled gradients by different factors.
 
 torch's clip_grad_norm_ takes the norm of this rank's gradients. Where ranks have slices or experts,
 each scales by a different factor, so the step is not one for the whole model.
@@ -29,6 +31,7 @@ from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.accumulation import is_unreduced
 from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, owner_of
+from commgrid.equality.digest import device_for
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.optimizers import check_optimizer, is_scaled, refuse_scaler, zero_ranks
@@ -84,7 +87,7 @@ class Edits:
         mine, self._row = self._row, None
         if mine is None:
             mine = torch.tensor([0.0, _UNKNOWN], dtype=torch.float64)
-        device = "cuda" if "nccl" in dist.get_backend(self._group) else "cpu"
+        device = device_for(self._group)
         rows = all_gather(mine.to(device), self._group).view(-1, 2).tolist()
         is_edited = any(edited for edited, _ in rows)
         self._left = max(self._left - 1, int(is_edited))

@@ -120,9 +120,7 @@ def device_for(group: ProcessGroup) -> torch.device:
 def extremes(numbers: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
     """The largest and the smallest of each number among a group's ranks; one collective.
 
-    Args:
-        numbers: (n,) or more dims, as many on every rank, on the group's device.
-        group: whose ranks have them.
+    The numbers are (n, …), as many on every rank, and on the group's device.
     """
     largest, smallest = all_reduce(torch.cat([numbers, -numbers]), group, op="max").chunk(2)
     return largest, -smallest

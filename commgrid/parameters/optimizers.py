@@ -30,8 +30,7 @@ from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.layout import layout_of
 from commgrid.parameters.placement import Placement, placements
-from commgrid.parameters.sharded_module import LIVE
-from commgrid.parameters.slice import Slice, check_mesh
+from commgrid.parameters.sharded_module import LIVE, Slice, check_mesh
 from commgrid.runtime.registry import get_grid
 
 _OF_WHOLE_MATRICES = (

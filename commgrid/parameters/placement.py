@@ -12,8 +12,13 @@ from torch import Tensor, nn
 from commgrid.collectives.group_ref import GroupRef, name_of
 from commgrid.errors import SpecError
 from commgrid.parameters.marks import Mark, mark_of
-from commgrid.parameters.sharded_module import ShardedModule, check_declared, check_unwrapped
-from commgrid.parameters.slice import Slice, check_mesh
+from commgrid.parameters.sharded_module import (
+    ShardedModule,
+    Slice,
+    check_declared,
+    check_mesh,
+    check_unwrapped,
+)
 
 
 @dataclass(frozen=True)

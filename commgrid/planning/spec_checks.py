@@ -23,11 +23,7 @@ def check_choice(
 ) -> str | tuple[str, ...]:
     """Return an option's word, or the canonical names of the groups that it lists.
 
-    Args:
-        key: of `OPTIONS`.
-        value: as given.
-        definitions: of all groups; empty: it takes no names.
-        words: of the grid's names.
+    Without definitions it takes no names.
 
     Raises:
         SpecError: another word, or no group of a name.
@@ -63,13 +59,7 @@ def check_listed_ranks(
 def check_regions_agree(
     regions: Iterable[Region], layouts: Mapping[str, RankLayout], start: int
 ) -> None:
-    """An axis of two regions must mean the same groups in both.
-
-    Args:
-        regions: resolved, of equal products.
-        layouts: by region.
-        start: the grid's first rank.
-    """
+    """An axis of two resolved regions must mean the same groups in both, from the first rank on."""
     first: dict[str, Region] = {}
     for region in regions:
         for axis in region.axes:
@@ -95,11 +85,6 @@ def levels_of_groups(
     words: names.Words,
 ) -> dict[str, str]:
     """Return the level that no group of a name may leave, by canonical name.
-
-    Args:
-        within: pairs of a name and a level, as a spec has them.
-        rows: of the groups table.
-        definitions, words: see `check_choice`.
 
     Raises:
         SpecError: no such group, or two levels for one.

@@ -86,12 +86,7 @@ def as_mapping(
     within: Sequence[tuple[str, str]],
     place: str,
 ) -> dict[str, Any]:
-    """Return the mapping that `read_mapping` reads back to equal fields.
-
-    Args:
-        regions, groups, ranks, within, place: fields of a spec.
-        choices: its `create`, `connect` and `share`.
-    """
+    """Return the mapping that `read_mapping` reads back to these fields of a spec."""
     dense, *others = regions
     made: dict[str, Any] = {"axes": dict(dense.sizes), "order": "-".join(dense.axes)}
     if others:

@@ -14,13 +14,7 @@ _ASKED = 64  # absent ranks that are looked for elsewhere, at most
 
 
 def publish(me: int, place: dict[str, str], host: tuple[str, Sequence[int]]) -> Protocol[None]:
-    """Publish where this rank waits.
-
-    Args:
-        place: name and subject of what it waits in, the base of its keys at the store as `at`, and
-            its document.
-        host: this process's host, and the ranks that the launcher has started there.
-    """
+    """Publish where this rank waits, and its host with the ranks that were started there."""
     note = {**place, "host": host[0], "ranks": pack(host[1])}
     yield Put(f"waits/{me}", json.dumps(note).encode())
 

@@ -23,9 +23,7 @@ class LiveGroups(NamedGroups):
     """The communicators of a grid, from none at its start to none at its end.
 
     Args:
-        name: the grid's.
-        spec: its resolved spec.
-        rank: this process's global rank.
+        name, spec, rank: see `NamedGroups`.
         backend: of every communicator that the groups table gives none; None: WORLD's.
         timeout: seconds that a collective may take; None: torch's default.
     """
