@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.resharding.ending import meet
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.runtime.named_failures import GoneError
@@ -358,44 +359,3 @@ class RingBuffer:
                 return end
             return 0 if size <= first else None
         return end if end + size <= first else None
-
-
-def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:
-    """Every rank tells the first that it is done, and hears from it that all are.
-
-    A rank that is killed with its last numbers on the way is noticed here, at once: its
-    connections end, where a store would only see that it does not come.
-
-    Args:
-        group: of gloo's.
-        ranks: its ranks, in its order.
-        timeout: seconds to wait for one.
-
-    Raises:
-        GoneError: a rank is gone, or does not answer; names it.
-    """
-    token, is_first = torch.zeros(1, dtype=torch.uint8), group.rank() == 0
-    others = range(1, len(ranks)) if is_first else [0]
-    told = [(token, place) for place in others]
-    heard = [(token.clone(), place) for place in others]
-    for is_send in (False, True) if is_first else (True, False):
-        works = start_transfers(
-            group, told * is_send, heard * (not is_send),
-            lambda error, place: _explained(error, ranks[place or 0]),
-        )  # fmt: skip
-        for work, place in zip(works, others, strict=True):
-            try:
-                wait_for(work, timeout)
-            except RuntimeError as error:
-                raise _explained(error, ranks[place]) from error
-
-
-def _explained(error: RuntimeError, rank: int) -> RuntimeError:
-    """The error to raise for one of torch's, which may be another rank's."""
-    if not is_peer_failure(error):
-        return error
-    return GoneError(
-        f"rank {rank} is gone or does not answer: it should have said that it has finished its "
-        f"part ({first_line(error)})",
-        rank,
-    )

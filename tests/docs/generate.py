@@ -11,6 +11,7 @@ import argparse
 import inspect
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -21,8 +22,9 @@ from commgrid import cli
 from commgrid.cli.parser import COMMANDS
 from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
 from tests.docs.pages import DOCS
+from tests.house import FLOORS, ROOMS
 
-PAGES = (DOCS / "command_line.md", DOCS / "yaml.md", DOCS / "errors.md")
+PAGES = tuple(DOCS / f"{name}.md" for name in ("architecture", "command_line", "errors", "yaml"))
 _TABLE = re.compile(r"<!-- made from the source: ([^>]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 _OF_A_GRID = "grid"
 
@@ -38,6 +40,8 @@ def tables() -> dict[str, str]:
         "keys of a region": _keys(REGION_OPTIONS),
         "keys of a row": _keys(ROW_OPTIONS),
         "errors": _errors(),
+        "house": _house(),
+        "rooms": _rooms(),
     }  # fmt: skip
     for name, parser in cli._parsers()[1].items():
         groups = {group.title: group for group in parser._action_groups}
@@ -67,6 +71,24 @@ def _errors() -> str:
             means = " ".join(means.split())
             link, also = f"[`{name}`](#{name.lower()})", error.__bases__[-1].__name__
             lines.append(f"| {link} | `{also}` | {means} | {cure} |")
+    return "\n".join(lines) + "\n"
+
+
+def _house() -> str:
+    """The floors as a picture, the ground at the bottom."""
+    width = max(map(len, FLOORS))
+    lines = []
+    for floor, rooms in reversed(FLOORS.items()):
+        names = textwrap.wrap(" ".join(room.name for room in rooms), 84)
+        lines.append("─" * (width + 88))
+        lines += [f" {floor if not i else '':{width}}  {row}" for i, row in enumerate(names)]
+    return "\n".join(["<!-- drawing -->", "```text", *lines, "─" * (width + 88), "```", ""])
+
+
+def _rooms() -> str:
+    lines = ["| room | holds | takes | gives |", "|---|---|---|---|"]
+    for room in ROOMS:
+        lines.append(f"| `{room.name}` | {room.noun} | {room.takes} | {room.gives} |")
     return "\n".join(lines) + "\n"
 
 
