@@ -88,14 +88,12 @@ def imported(module: str) -> frozenset[str]:
     return frozenset(found - {module})
 
 
-def back_arrows() -> Iterator[str]:
-    """Imports of a room that stands on the importing one."""
-    for module in modules():
-        mine = room_of(module)
-        for other in sorted(imported(module) & modules().keys()):
-            if ROOMS.index(room_of(other)) > ROOMS.index(mine):
-                above = f"whose room {room_of(other).name} is above {mine.name}"
-                yield f"{module} imports {other}, {above}"
+def back_arrows(module: str) -> Iterator[str]:
+    """Imports of rooms that stand on the module's own."""
+    mine = room_of(module)
+    for other in sorted(imported(module) & modules().keys()):
+        if ROOMS.index(room_of(other)) > ROOMS.index(mine):
+            yield f"{module} imports {other}, whose room {room_of(other).name} is above {mine.name}"
 
 
 def circle() -> list[str]:

@@ -43,35 +43,35 @@ MUTANTS = (
         "commgrid/planning/group_row.py",
         "backend=self.backend or base.backend",
         "backend=base.backend or self.backend",
-        ("tests/test_plan.py::test_a_row_overrides_options_of_the_group_it_is_made_of",),
+        ("tests/planning/test_plan.py::test_a_row_overrides_options_of_the_group_it_is_made_of",),
     ),
     Mutant(
         "an axis of several modes weighs its digits by a sum",
         "commgrid/layout/rank_layout.py",
         "weight *= mode.size",
         "weight += mode.size",
-        ("tests/test_layout.py",),
+        ("tests/layout/test_rank_layout.py",),
     ),
     Mutant(
         "dp_replicate varies faster than dp_shard",
         "commgrid/planning/region.py",
         'parts = [a for a in ("dp_shard", "dp_replicate") if',
         'parts = [a for a in ("dp_replicate", "dp_shard") if',
-        ("tests/test_spec.py",),
+        ("tests/planning/test_spec.py",),
     ),
     Mutant(
         "an all-reduce costs one pass of the ring",
         "commgrid/cost_model/collective_form.py",
         "return 2 * _ring_pass(size, spread, levels)",
         "return _ring_pass(size, spread, levels)",
-        ("tests/advisor/test_collective_costs.py",),
+        ("tests/cost_model/test_collective.py",),
     ),
     Mutant(
         "the emptiest replicas stay after a failure",
         "commgrid/planning/survivors.py",
         "key=lambda at: (-len(rows[at]), at)",
         "key=lambda at: (len(rows[at]), at)",
-        ("tests/test_survivors.py",),
+        ("tests/planning/test_survivors.py",),
     ),
     # -- runtime -----------------------------------------------------------------------------
     Mutant(
@@ -79,35 +79,37 @@ MUTANTS = (
         "commgrid/rendezvous/grid_match.py",
         "            waiting.remove(found)\n",
         "            pass\n",
-        ("tests/rendezvous/test_match.py::test_all_at_once_find_one_each",),
+        ("tests/rendezvous/test_grid_match.py::test_all_at_once_find_one_each",),
     ),
     Mutant(
         "an answer that comes late is left at the store",
         "commgrid/rendezvous/remote_questions.py",
         "                    self._late.append((at, (yield Now())))",
         "                    pass",
-        ("tests/rendezvous/test_questions.py::test_every_fault_at_every_operation",),
+        ("tests/rendezvous/test_remote_questions.py::test_every_fault_at_every_operation",),
     ),
     Mutant(
         "the last rank of a block of arrivals is not asked for",
         "commgrid/rendezvous/arrival_bitmap.py",
         "near = range(block * BLOCK, (block + 1) * BLOCK)",
         "near = range(block * BLOCK, (block + 1) * BLOCK - 1)",
-        ("tests/rendezvous/test_arrivals.py::test_any_of_them_may_be_the_last",),
+        ("tests/rendezvous/test_arrival_bitmap.py::test_any_of_them_may_be_the_last",),
     ),
     Mutant(
         "a second process as one rank leaves its mark among the arrivals",
         "commgrid/rendezvous/arrival_bitmap.py",
         '        yield Add(f"{at}/{block}", -bit)\n',
         "",
-        ("tests/rendezvous/test_arrivals.py::test_a_second_process_does_not_touch_its_neighbour",),
+        (
+            "tests/rendezvous/test_arrival_bitmap.py::test_a_second_process_does_not_touch_its_neighbour",
+        ),
     ),
     Mutant(
         "the ranks that answered are compared with the plan by their number",
         "commgrid/runtime/communicator.py",
         "if ranks != communicator.ranks:",
         "if len(ranks) != len(communicator.ranks):",
-        ("tests/test_grid.py::test_members_other_than_planned_are_an_error",),
+        ("tests/runtime/test_grid.py::test_members_other_than_planned_are_an_error",),
     ),
     Mutant(
         "a rank whose document differs does not say so",
@@ -160,7 +162,7 @@ MUTANTS = (
         "commgrid/rendezvous/failure_round.py",
         "limit = min(limit, last + timeouts().settle)",
         "limit = last",
-        ("tests/rendezvous/test_failure.py::test_of_two_ranks_the_later_one_is_not_named",),
+        ("tests/rendezvous/test_failure_round.py::test_of_two_ranks_the_later_one_is_not_named",),
     ),
     Mutant(
         "a rank that is elected after the deadline decides that all go on",
@@ -176,21 +178,21 @@ MUTANTS = (
             wait.end()
         if self._reuse:""",
         "        if self._reuse:",
-        ("tests/test_store_waits.py::test_a_closed_line_ends_its_wait",),
+        ("tests/store/test_key_wait.py::test_a_closed_line_ends_its_wait",),
     ),
     Mutant(
         "half of the ranks go on although the others may be alive",
         "commgrid/runtime/rebuild.py",
         "(len(were) // 2 + 1 if unsure else -(-len(were) // 2))",
         "-(-len(were) // 2)",
-        ("tests/test_rebuild.py::test_half_go_on_only_where_the_others_cannot",),
+        ("tests/runtime/test_rebuild.py::test_half_go_on_only_where_the_others_cannot",),
     ),
     Mutant(
         "only the first name of a shared communicator suspends it",
         "commgrid/runtime/suspension.py",
         "if wanted & {*c.names}]",
         "if c.names[0] in wanted]",
-        ("tests/test_suspend.py::test_names_that_share_a_communicator_go_together",),
+        ("tests/runtime/test_suspension.py::test_names_that_share_a_communicator_go_together",),
     ),
     Mutant(
         "look-ups that were kept outlive the grid",
@@ -198,8 +200,8 @@ MUTANTS = (
         "        self._ranks.clear()\n",
         "",
         (
-            "tests/test_grid.py::test_the_contract",
-            "tests/test_grid.py::test_several_grids_live_side_by_side",
+            "tests/runtime/test_grid.py::test_the_contract",
+            "tests/runtime/test_grid.py::test_several_grids_live_side_by_side",
         ),
     ),
     Mutant(
@@ -207,14 +209,16 @@ MUTANTS = (
         "commgrid/recording/recorder.py",
         "self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}",
         "pass",
-        ("tests/observe/test_trace.py::test_a_new_grid_counts_its_calls_from_the_start",),
+        ("tests/test_trace.py::test_a_new_grid_counts_its_calls_from_the_start",),
     ),
     Mutant(
         "a host's ranks begin at the host's number",
         "commgrid/runtime/named_failures.py",
         "for first in {rank // size * size for rank in gone}]",
         "for first in {rank // size for rank in gone}]",
-        ("tests/test_peer_errors.py::test_a_host_of_which_nothing_is_heard_is_gone_as_a_whole",),
+        (
+            "tests/torch_compat/test_peer_errors.py::test_a_host_of_which_nothing_is_heard_is_gone_as_a_whole",
+        ),
     ),
     # -- collectives -------------------------------------------------------------------------
     Mutant(
@@ -222,28 +226,28 @@ MUTANTS = (
         "commgrid/collectives/pairs.py",
         "return _apply(tensor, _gather, _reduce_scatter, group, grid, dim, sizes)",
         "return _apply(tensor, _gather, _slice, group, grid, dim, sizes)",
-        ("tests/test_collectives.py",),
+        ("tests/collectives/test_collectives.py",),
     ),
     Mutant(
         "forward and backward of copy_to_group are swapped",
         "commgrid/collectives/pairs.py",
         "return _apply(tensor, _same, _sum, group, grid)",
         "return _apply(tensor, _sum, _same, group, grid)",
-        ("tests/test_collectives.py",),
+        ("tests/collectives/test_collectives.py",),
     ),
     Mutant(
         "an uneven slice begins after itself",
         "commgrid/collectives/pairs.py",
         "start, size = sum(sizes[: group.rank()]), sizes[group.rank()]",
         "start, size = sum(sizes[: group.rank() + 1]) - sizes[0], sizes[group.rank()]",
-        ("tests/test_collectives.py::test_uneven_slices_lie_where_their_sizes_say",),
+        ("tests/collectives/test_collectives.py::test_uneven_slices_lie_where_their_sizes_say",),
     ),
     Mutant(
         "a collective under way is not waited for",
         "commgrid/collectives/asynchronous.py",
         "            wait_unless_broken(self.work, self.group)\n",
         "            pass\n",
-        ("tests/test_collectives.py",),
+        ("tests/collectives/test_collectives.py",),
     ),
     # -- tensor_parallel ---------------------------------------------------------------------
     Mutant(
@@ -395,8 +399,8 @@ MUTANTS = (
         "recv = Recv(stage, chunk, action.microbatch, action.stage, message)",
         "recv = Recv(stage, chunk, action.microbatch, stage, message)",
         (
-            "tests/pipeline/test_schedule.py::test_every_dependency_is_met_and_every_send_matched",
-            "tests/pipeline/test_schedule.py::test_the_bubble_is_the_closed_form",
+            "tests/pipeline_schedules/test_schedule.py::test_every_dependency_is_met_and_every_send_matched",
+            "tests/pipeline_schedules/test_schedule.py::test_the_bubble_is_the_closed_form",
         ),
     ),
     # -- checkpoint --------------------------------------------------------------------------
@@ -409,7 +413,7 @@ MUTANTS = (
     ),
     Mutant(
         "the first holder writes all copies",
-        "commgrid/resharding/assignment.py",
+        "commgrid/resharding/holders.py",
         "        loads[chosen] += amount\n",
         "",
         ("tests/resharding/test_boxes.py",),
@@ -486,8 +490,8 @@ MUTANTS = (
         "if self.entered(group, m) <= turn)",
         "if self.entered(group, m) < turn)",
         (
-            "tests/observe/test_planted_causes.py",
-            "tests/observe/test_diagnosis.py",
+            "tests/call_analysis/test_planted_causes.py",
+            "tests/call_analysis/test_diagnosis.py",
         ),
     ),
     Mutant(
@@ -495,14 +499,14 @@ MUTANTS = (
         "commgrid/call_analysis/rules.py",
         "if event.begun == len(event.needs) and event.is_alike:",
         "if event.begun == len(event.needs):",
-        ("tests/observe/test_order.py::test_a_known_bad_program_has_the_shortest_reason",),
+        ("tests/call_analysis/test_rules.py::test_a_known_bad_program_has_the_shortest_reason",),
     ),
     Mutant(
         "the last rank is charged with the time since the first",
         "commgrid/call_analysis/straggler.py",
         "lost = calls[order[-1]].began - calls[order[-2]].began",
         "lost = calls[order[-1]].began - calls[order[0]].began",
-        ("tests/observe/test_slow_ranks.py",),
+        ("tests/call_analysis/test_straggler.py",),
     ),
     Mutant(
         "every box of an audited tensor lies at its beginning",
@@ -510,7 +514,7 @@ MUTANTS = (
         "slice(b, b + n) for b, n",
         "slice(0, n) for b, n",
         (
-            "tests/observe/test_audit.py::test_boxes_make_a_full_tensor_and_copies_that_differ_are_named",
+            "tests/audit/test_audit.py::test_boxes_make_a_full_tensor_and_copies_that_differ_are_named",
         ),
     ),
     # -- viz ---------------------------------------------------------------------------------
@@ -526,7 +530,7 @@ MUTANTS = (
         "commgrid/resharding/transfer_picture.py",
         "found[row_of[sender]][column_of[receiver]] += size",
         "found[row_of[sender]][column_of[receiver]] = size",
-        ("tests/viz/test_transfer_picture.py",),
+        ("tests/resharding/test_transfer_picture.py",),
     ),
     # -- cli ---------------------------------------------------------------------------------
     Mutant(
@@ -534,14 +538,52 @@ MUTANTS = (
         "commgrid/cli/show_sharding.py",
         "found += [int(length)] * int(times)",
         "found += [int(length)]",
-        ("tests/viz/test_sharding_picture.py",),
+        ("tests/context_parallel/test_sharding_picture.py",),
     ),
     # -- copies ------------------------------------------------------------------------------
     Mutant(
         "blocks that changed places have one digest",
-        "commgrid/replicas.py",
+        "commgrid/equality/digest.py",
         "total = total * _ODD + each",
         "total = total + each",
+        ("tests/test_replicas.py",),
+    ),
+    # -- rooms between the store and the layers ------------------------------------------------
+    Mutant(
+        "a closed mailbox sends on",
+        "commgrid/health/mailbox.py",
+        """            if self._closed.is_set():
+                return False
+            connection""",
+        "            connection",
+        ("tests/health/test_mailbox.py::test_a_closed_mailbox_sends_nothing_and_does_not_spin",),
+    ),
+    Mutant(
+        "the lowest rank of a listed grid speaks for it",
+        "commgrid/grid_pairs/pairing.py",
+        "return int(self.spec.grid_ranks[0])",
+        "return int(min(self.spec.grid_ranks))",
+        ("tests/grid_pairs/test_pairing.py::test_what_a_card_says_comes_back",),
+    ),
+    Mutant(
+        "traces of two jobs are read as one",
+        "commgrid/call_records/files.py",
+        "    _check_one_job(folder, traces)\n",
+        "",
+        ("tests/call_records/test_files.py::test_traces_of_two_jobs_are_refused",),
+    ),
+    Mutant(
+        "torch's errors about a peer that is gone are errors of another kind",
+        "commgrid/torch_compat/peer_errors.py",
+        "return any(pattern.search(said) for pattern in _PEER_ERRORS)",
+        "return False",
+        ("tests/torch_compat/test_peer_errors.py",),
+    ),
+    Mutant(
+        "the first tensor is named, whichever differs",
+        "commgrid/replicas.py",
+        "odd = (largest != smallest).nonzero().flatten()",
+        "odd = (largest != smallest).nonzero().flatten() * 0",
         ("tests/test_replicas.py",),
     ),
     # -- parameters --------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_a_marker_gives_each_case_its_size(pytester: pytest.Pytester) -> None:
 
 
 def test_a_smaller_run_says_what_it_left_out() -> None:
-    cases = "tests/test_plan.py::test_every_dense_spec_equals_enumeration"
+    cases = "tests/planning/test_plan.py::test_every_dense_spec_equals_enumeration"
     # The ranks set variables of the environment.
     (said,) = run_on_ranks(collected, 1, cases, backend=None, check=False)
     assert "of the selected tests run only with --full" in said
@@ -63,8 +63,9 @@ def test_a_smaller_run_says_what_it_left_out() -> None:
 
 
 PURE = [
-    "tests/test_layout.py", "tests/test_spec.py", "tests/test_plan.py", "tests/test_layering.py",
-    "tests/cli/test_cli.py", "tests/pipeline/test_partition.py",
+    "tests/layout/test_rank_layout.py", "tests/planning/test_spec.py",
+    "tests/planning/test_plan.py", "tests/test_layering.py", "tests/cli/test_cli.py",
+    "tests/pipeline_schedules/test_partition.py",
 ]  # fmt: skip
 
 

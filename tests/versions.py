@@ -6,7 +6,7 @@ dates, is in docs/torch_versions.md.
     python tests/versions.py --torch 2.11.0 2.15.0            the core on both
     python tests/versions.py --torch 2.15.0 --short           everything, as pytest runs it
     python tests/versions.py --torch 2.15.0 --full            everything, as pytest --full does
-    python tests/versions.py --torch 2.15.0 --only tests/test_grid.py
+    python tests/versions.py --torch 2.15.0 --only tests/runtime/test_grid.py
     python tests/versions.py --table                          what earlier runs have found
 
 Each path is a pytest process of its own, so that one that hangs or dies loses no other, and a run
@@ -39,7 +39,12 @@ NEEDED = ("numpy", "pyyaml")
 """Beside the group `test`: torch installs without the first, and commgrid is not installed."""
 # Not about torch.
 NOT_CORE = ("test_quality.py", "test_sizes.py")
-CORE = ("tests/tensor_parallel", "tests/data_parallel", "tests/pipeline", "tests/expert")
+ROOMS = (
+    "layout", "planning", "store", "torch_compat", "health", "recording", "runtime", "grid_pairs",
+    "collectives", "equality", "parameters", "launching", "tensor_parallel", "data_parallel",
+    "expert", "pipeline_schedules", "pipeline",
+)  # fmt: skip
+CORE = tuple(f"tests/{room}" for room in ROOMS)
 FULL = ("commgrid", "megatron_adapter", "tests")
 
 

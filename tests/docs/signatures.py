@@ -5,14 +5,17 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import pkgutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from commgrid.earlier import table
 from commgrid.version import VERSION
 from tests.docs.public import public_names
+from tests.house import PACKAGES
 
 FILE = Path(__file__).with_name("signatures.txt")
 PLAIN = (bool, int, float, str, type(None))
@@ -44,19 +47,27 @@ def released() -> tuple[str, dict[str, str]]:
 
 
 def _imported(path: str) -> str:
-    """Where programs import a name from: Megatron's functions from the package, not its files."""
+    """Where programs import a name from: Megatron's functions from the package, not its files.
+
+    A name of the last release whose module has moved is where it is now.
+    """
+    module, _, rest = path.rpartition(".")
+    for home in table().get(module, ()):
+        if hasattr(importlib.import_module(home), rest):
+            return f"{home}.{rest}"
     package, file, name = (["", "", *path.rsplit(".", 2)])[-3:]
     return f"{package}.{name}" if package == "megatron_adapter.parallel_state" and file else path
 
 
 def _calls(name: str, value: object) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """The function or class, and the public methods that the class defines itself."""
+    """The function or class, and the public methods that it or a base of the project's defines."""
     if inspect.isfunction(value):
         yield name, value
     if inspect.isclass(value):
         if inspect.isfunction(value.__init__):
             yield name, value.__init__
-        for key, member in vars(value).items():
+        own = [b for b in value.__mro__ if b.__module__.partition(".")[0] in PACKAGES]
+        for key, member in {k: m for base in reversed(own) for k, m in vars(base).items()}.items():
             member = getattr(member, "__func__", member)  # of static and class methods
             if inspect.isfunction(member) and not key.startswith("_"):
                 yield f"{name}.{key}", member

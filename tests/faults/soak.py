@@ -11,7 +11,7 @@ from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.failures import named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.torch_compat import world as torch_world
-from tests.test_leaks import cycle, usage
+from tests.runtime.test_leaks import cycle, usage
 
 Seen = tuple[int, int, float, int]
 """Open files, threads, MiB and keys of the store."""

@@ -186,7 +186,7 @@ def test_the_wheel_works_in_an_empty_folder(built: Built, tmp_path: Path) -> Non
 
 
 def test_tests_run_from_the_sdist(built: Built) -> None:
-    some = ["tests/test_layering.py", "tests/test_layout.py", "tests/viz/test_view.py"]
+    some = ["tests/test_layering.py", "tests/layout/test_rank_layout.py", "tests/viz/test_view.py"]
     some += ["tests/cli/test_json.py", "commgrid/planning"]
     told = run(
         sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *some,

@@ -10,7 +10,7 @@ from commgrid.resharding import transport
 from commgrid.resharding import transport as ring
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Part, Transfer
-from tests.test_leaks import check_flat, usage
+from tests.runtime.test_leaks import check_flat, usage
 
 ROWS, COLUMNS = 512, 256  # of which half are more than a large box's least bytes
 CYCLES, SETTLING = 60, 10

@@ -1,6 +1,6 @@
 """Every schedule of this project taken through the check before a run.
 
-    python -m tests.observe.proved_schedules        prints how many, and how many calls they issue
+    python -m tests.pipeline_schedules.proved_schedules    prints how many, and how many calls
 
 Each of them with two copies of the pipeline whose gradients are averaged, shared weights on the
 first and last stage and a norm over all ranks, under `strict`, which includes nccl's and gloo's

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commgrid.audit.compare import Seen, compare
-from tests.observe.audited import EXAMPLES, MEGATRON, TEXT, TRAIN, seen_on
+from tests.audit.audited import EXAMPLES, MEGATRON, TEXT, TRAIN, seen_on
 
 DENSE = (
     "tp=2", "tp=2 --sequence-parallel", "dp=2 --zero1", "dp=2 --fsdp", "cp=2", "dp=2 cp=2",

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import commgrid
 from commgrid.testing import run_on_ranks
-from tests.test_grid import EMBEDDING, check_sums
+from tests.runtime.test_grid import EMBEDDING, check_sums
 
 
 def alone_on_rank_0() -> list[Any]:

@@ -15,7 +15,7 @@ from commgrid.call_records import files as trace_files
 from commgrid.planning.audited import VARIABLE
 from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
-from tests.observe.audited import EXAMPLES, TEXT, TRAIN
+from tests.audit.audited import EXAMPLES, TEXT, TRAIN
 from tests.waiting import until
 
 SCRIPT = EXAMPLES / "train_gpt.py"

@@ -20,8 +20,8 @@ from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import Model
 from commgrid.cost_model.step import step_cost, traffic
 from commgrid.testing import run_on_ranks
-from tests.observe.audited import EXAMPLES, TEXT
-from tests.observe.test_trace_files import saved
+from tests.audit.audited import EXAMPLES, TEXT
+from tests.call_records.test_files import saved
 
 LAYERS, HIDDEN, SEQUENCE, BATCH, MICROBATCHES = 3, 64, 32, 8, 2
 STATED = CLUSTERS["h100"]

@@ -22,8 +22,8 @@ from commgrid.audit.records import LARGEST, About, thin_shape, thinned
 from commgrid.launching import script as launching
 from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
 from commgrid.testing import run_on_ranks
-from tests.observe.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
-from tests.observe.test_audit_bugs import TRAIN_GPT, audited
+from tests.audit.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
+from tests.audit.test_audit_bugs import TRAIN_GPT, audited
 from tests.waiting import until
 
 # -- arguments --------------------------------------------------------------------------

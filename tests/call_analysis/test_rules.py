@@ -12,7 +12,7 @@ from commgrid.call_analysis.program import Batch, Programs, Step, Wait, calls_of
 from commgrid.call_analysis.rules import RULES
 from commgrid.call_analysis.verification import check
 from commgrid.call_records.call import Call, Group
-from tests.observe.brute_force import World, fewest
+from tests.call_analysis.brute_force import World, fewest
 from tests.sizes import full
 
 PROGRAMS = 500

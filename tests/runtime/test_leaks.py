@@ -79,11 +79,11 @@ def test_200_cycles_under_torchrun(tmp_path: Path) -> None:
     script.write_text(
         "import torch, commgrid\n"
         "torch.set_num_threads(1)\n"
-        "from tests.test_leaks import CYCLES, check_flat, many\n"
+        "from tests.runtime.test_leaks import CYCLES, check_flat, many\n"
         "check_flat(many(CYCLES))\n"
         "print('flat')\n"
     )
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
          str(script)],

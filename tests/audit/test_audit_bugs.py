@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.observe.audited import MEGATRON, TEXT, TRAIN, part, with_bug
+from tests.audit.audited import MEGATRON, TEXT, TRAIN, part, with_bug
 
 
 @dataclass(frozen=True)

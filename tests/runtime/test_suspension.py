@@ -39,8 +39,8 @@ from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import suspended_groups as torch_suspend
 from tests.flags import hear, tell
 from tests.process_groups import group_count
+from tests.runtime.test_leaks import usage
 from tests.sizes import pick
-from tests.test_leaks import usage
 from tests.waiting import until
 
 CYCLES, SETTLING = pick((20, 2), (20, 2), (200, 10))

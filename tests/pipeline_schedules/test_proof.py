@@ -31,12 +31,12 @@ from commgrid.pipeline import (
 from commgrid.pipeline_schedules.proof import Around, check_schedule, programs_of
 from commgrid.pipeline_schedules.schedule import SCHEDULES
 from commgrid.testing import run_on_ranks
-from tests.observe.proved_schedules import prove_all, schedules
+from tests.pipeline_schedules.proved_schedules import prove_all, schedules
 from tests.sizes import full
 
 
 def test_all_schedules_finish() -> None:
-    """All 2,900 take a minute: `python -m tests.observe.proved_schedules`."""
+    """All 2,900 take a minute: `python -m tests.pipeline_schedules.proved_schedules`."""
     few = (range(1, 9), [1, 2, 3, 5, 8, 12, 16, 24, 32]) if full() else ([1, 2, 3, 8], [1, 4, 8])
     count, calls = prove_all(schedules(*few, [1, 2, 4] if full() else [1, 3]))
     assert count == (666 if full() else 84)

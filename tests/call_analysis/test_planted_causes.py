@@ -1,8 +1,8 @@
 """Forty ways to go wrong on four ranks, each named with rank, group and line.
 
 A cause is a function that all ranks run; the line at fault ends in `# <-`, and a second one in
-`# <=`. Its traces are made in one process (tests/observe/simulated.py); a few, and in the nightly
-run all, are also recorded from real ranks.
+`# <=`. Its traces are made in one process (tests/call_analysis/simulated.py); a few, and in the
+nightly run all, are also recorded from real ranks.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from commgrid.call_records import files as trace_files
 from commgrid.call_records import operations
 from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
+from tests.call_analysis import simulated
 from tests.flags import meet
-from tests.observe import simulated
 
 TIMEOUT = 1.0  # of collectives
 

@@ -13,7 +13,7 @@ from commgrid.errors import CommGridError
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.world import world_store
-from tests.test_grid import check_sums
+from tests.runtime.test_grid import check_sums
 from tests.waiting import until
 
 
