@@ -3,9 +3,4 @@
 from commgrid.runtime.named_failures import FailureBoard, GoneError, named_failures
 from commgrid.runtime.signals import told_when_stopped
 
-__all__ = [
-    "FailureBoard",
-    "GoneError",
-    "named_failures",
-    "told_when_stopped",
-]
+__all__ = ["FailureBoard", "GoneError", "named_failures", "told_when_stopped"]

@@ -14,7 +14,7 @@ import commgrid
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import as_index
 from commgrid.planning.audited import audit_sizes
-from commgrid.planning.options import DEFAULT_SHARE
+from commgrid.planning.yaml_keys import DEFAULT_SHARE
 from commgrid.rendezvous.timeouts import Seconds
 from commgrid.runtime.grid import HyperCommGrid
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError

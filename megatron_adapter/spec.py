@@ -24,9 +24,9 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_index
-from commgrid.planning.options import DEFAULT_SHARE
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import load_yaml
+from commgrid.planning.yaml_keys import DEFAULT_SHARE
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid
 

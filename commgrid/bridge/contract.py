@@ -25,8 +25,6 @@ DTYPES = (
 )  # fmt: skip
 """The dtypes that can cross."""
 MOST_DIMS = 12
-ROW = 5 + MOST_DIMS
-"""How many numbers a rank tells."""
 
 _COMPLAINTS = (
     "",

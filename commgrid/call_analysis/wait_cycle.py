@@ -1,4 +1,4 @@
-"""The one search for ranks or calls that wait for each other in a circle."""
+"""Circles of ranks or calls that wait for each other: the one search, and what made a circle."""
 
 from __future__ import annotations
 

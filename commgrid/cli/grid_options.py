@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from commgrid.cli.parser import COMMANDS, names, pair, sized, whole
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
-from commgrid.planning.options import OPTIONS
 from commgrid.planning.region import AXES, SIZED
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import read_change
+from commgrid.planning.yaml_keys import OPTIONS
 
 if TYPE_CHECKING:
     from commgrid.cost_model.cluster import Cluster

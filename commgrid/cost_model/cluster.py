@@ -19,9 +19,9 @@ from commgrid.cost_model.collective_form import Fit, Link, Span, fits_from
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import highest_rank
-from commgrid.planning.options import above_zero, check_keys, flag, named
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import Table, from_file
+from commgrid.planning.yaml_keys import above_zero, check_keys, flag, named
 
 Hosts = Mapping[int, int] | Sequence[int]
 """By rank, the number of the node that it runs on."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.options import above_zero, check_keys
+from commgrid.planning.yaml_keys import above_zero, check_keys
 
 
 class Link(NamedTuple):

@@ -15,8 +15,8 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.planning.options import check_keys, named
 from commgrid.planning.yaml import Table, from_file
+from commgrid.planning.yaml_keys import check_keys, named
 
 ATTENTION = ("flash", "plain")
 """How attention is computed: in one kernel that keeps no scores, or with scores in memory."""

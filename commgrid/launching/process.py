@@ -1,4 +1,4 @@
-"""The process of one rank: starts torch.distributed, and runs a function.
+"""Process of one rank: a launcher's variables, a start of torch.distributed, and a function's run.
 
 Its result is a file in the folder of the run, so that a rank which is killed has none.
 """

@@ -8,7 +8,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import RankTuple, as_index, check_ranks
-from commgrid.planning.options import ROW_OPTIONS, check_level, refuse_unknown
+from commgrid.planning.yaml_keys import ROW_OPTIONS, check_level, refuse_unknown
 
 NCCL_OPTIONS = {
     "is_high_priority_stream": bool,

@@ -10,7 +10,7 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_index, divisors
-from commgrid.planning.options import REGION_OPTIONS, refuse_unknown
+from commgrid.planning.yaml_keys import REGION_OPTIONS, refuse_unknown
 
 AXES = {
     "tp": "tensor parallel",

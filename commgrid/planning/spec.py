@@ -21,7 +21,6 @@ from commgrid.layout.rank_text import listed_ranks
 from commgrid.layout.ranks import MOST_RANK, as_index, as_ranks, highest_rank
 from commgrid.planning.group import GroupDef, define_groups, find_name
 from commgrid.planning.group_row import UNWANTED, GroupEntry
-from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS, check_place
 from commgrid.planning.region import HSDP, Region, expert_region, make_region, parse_order
 from commgrid.planning.spec_checks import (
     check_choice,
@@ -31,6 +30,7 @@ from commgrid.planning.spec_checks import (
 )
 from commgrid.planning.spec_mapping import as_mapping, read_mapping, read_options
 from commgrid.planning.yaml import changed, from_file
+from commgrid.planning.yaml_keys import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS, check_place
 from commgrid.wording import listed, several
 
 

@@ -11,8 +11,8 @@ from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import Ranks, RankTuple
 from commgrid.planning.group import GroupDef, find_name
 from commgrid.planning.group_row import UNWANTED, GroupEntry
-from commgrid.planning.options import OPTIONS
 from commgrid.planning.region import Region
+from commgrid.planning.yaml_keys import OPTIONS
 
 
 def check_choice(

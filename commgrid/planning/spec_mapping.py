@@ -8,7 +8,6 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.group_row import GroupEntry
-from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, OPTIONS, parse_within, refuse_unknown
 from commgrid.planning.region import (
     AXES,
     Region,
@@ -16,6 +15,13 @@ from commgrid.planning.region import (
     expert_region,
     region_from,
     without_experts,
+)
+from commgrid.planning.yaml_keys import (
+    BY_RANK,
+    DEFAULT_ORDER,
+    OPTIONS,
+    parse_within,
+    refuse_unknown,
 )
 
 _OF_REGIONS = ("axes", "order", "regions")

@@ -20,9 +20,9 @@ from itertools import product
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks
-from commgrid.planning.options import BY_RANK
 from commgrid.planning.region import Region
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.yaml_keys import BY_RANK
 
 _REPLICAS = ("dp_replicate", "dp_shard", "dp")
 Fits = Callable[[Mapping[str, int]], bool]

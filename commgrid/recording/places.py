@@ -1,6 +1,7 @@
-"""Where an error comes from: which operation, on which group of the grid, called at which line.
+"""Places in programs: where an error comes from, and the groups and lines of recorded calls.
 
-It is read from the error's traceback, so that it costs nothing while all goes well:
+An error's traceback says its operation, group and line, so that they cost nothing while all goes
+well:
 
     train.py:31 in step            where the program called          ◄─┐
     collectives/plain.py           all_reduce(…, members)              │  outermost to innermost

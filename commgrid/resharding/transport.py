@@ -35,6 +35,8 @@ _MESSAGES = 8  # that fit into what may be under way
 _KEPT = 1 << 16  # boxes whose tensors are looked up once and not in every run
 _HOST_ROOM = 1 << 24  # of buffers in a CPU's memory: more is not faster, and is not in its cache
 
+_ALIGNED = 64  # bytes: where any element may begin, and a line of a CPU's cache
+
 
 def most_of(max_bytes: int) -> int:
     """The bytes of a message where so many may be under way."""
@@ -286,9 +288,6 @@ def _places(parcel: _Parcel, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 def _dtype(move: Move) -> torch.dtype:
     found: torch.dtype = getattr(torch, move.tensor.dtype)
     return found
-
-
-_ALIGNED = 64  # bytes: where any element may begin, and a line of a CPU's cache
 
 
 def aligned(size: int) -> int:

@@ -15,8 +15,8 @@ from commgrid.cost_model.placement import members_of
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks, pack_order, unpack_order
 from commgrid.layout.ranks import RankTuple, as_ranks
-from commgrid.planning.options import BY_HOST, BY_RANK, order_by_host
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.yaml_keys import BY_HOST, BY_RANK, order_by_host
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store.hosts import own_host
 

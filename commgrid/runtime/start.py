@@ -15,10 +15,10 @@ from commgrid.errors import NotInGridError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.audited import VARIABLE, audit_sizes, audited_grid, spec_over
-from commgrid.planning.options import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.planning.plan import GroupPlan
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
+from commgrid.planning.yaml_keys import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
 from commgrid.recording import live
 from commgrid.rendezvous.timeouts import Seconds, Timeouts, as_seconds, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts

@@ -1,4 +1,4 @@
-"""Transfer: weights from one grid to another, any number of times."""
+"""Transfer: weights from one grid to another, any number of times, and checks of its arguments."""
 
 from __future__ import annotations
 

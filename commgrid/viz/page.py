@@ -110,20 +110,16 @@ def draw_page(
         "called": "this one",
         "others": [{**page_data(other), "called": name} for name, other in (others or {}).items()],
     }
-    return filled(template(), data)
+    return _filled("page.html", data)
 
 
-def filled(template: str, data: Mapping[str, Any]) -> str:
-    """A page with its data."""
+def _filled(file: str, data: Mapping[str, Any]) -> str:
+    """A page of this folder with its data."""
+    page = (files("commgrid.viz") / file).read_text(encoding="utf-8")
     text = json.dumps(data, separators=(",", ":"))
     # Within a script element only these could end or change it; JSON reads them back the same.
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return template.replace("/*DATA*/null", safe)
-
-
-def template() -> str:
-    """The page without data."""
-    return (files("commgrid.viz") / "page.html").read_text(encoding="utf-8")
+    return page.replace("/*DATA*/null", safe)
 
 
 def write_page(page: str, path: Path) -> None:
@@ -161,5 +157,4 @@ def draw_trace_page(folder: Path, diagnosis: Mapping[str, Any] | None = None) ->
         )
     kept = ("rank", "wall", "monotonic", "dropped", "members", "calls")
     traces = [{key: each[key] for key in kept} for each in held]
-    template = (files("commgrid.viz") / "trace.html").read_text(encoding="utf-8")
-    return filled(template, {"traces": traces, "diagnosis": diagnosis})
+    return _filled("trace.html", {"traces": traces, "diagnosis": diagnosis})

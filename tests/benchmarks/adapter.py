@@ -24,7 +24,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import megatron_adapter
-from commgrid.planning.options import OPTIONS
+from commgrid.planning.yaml_keys import OPTIONS
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.peers import parallel_state as theirs
 

@@ -11,7 +11,7 @@ import pytest
 
 from commgrid import GridSpec, GroupPlan
 from commgrid.cli import main
-from commgrid.planning.options import OPTIONS
+from commgrid.planning.yaml_keys import OPTIONS
 from commgrid.testing import run_on_ranks
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid.errors
 from commgrid import cli
 from commgrid.cli.parser import COMMANDS
-from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
+from commgrid.planning.yaml_keys import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
 from tests.docs.pages import DOCS
 from tests.house import FLOORS, ROOMS
 

@@ -13,7 +13,7 @@ import commgrid.errors
 import megatron_adapter.errors
 from commgrid.errors import CommGridError
 from commgrid.planning.group_row import NCCL_OPTIONS
-from commgrid.planning.options import OPTIONS, REGION_OPTIONS, ROW_OPTIONS
+from commgrid.planning.yaml_keys import OPTIONS, REGION_OPTIONS, ROW_OPTIONS
 from tests.docs import generate
 from tests.docs.pages import DOCS, ROOT, entries, sections
 from tests.house import ROOMS

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import commgrid
 import megatron_adapter
 from commgrid import GroupPlan, SpecError
-from commgrid.planning.options import OPTIONS
+from commgrid.planning.yaml_keys import OPTIONS
 from commgrid.testing import run_on_ranks
 from megatron_adapter import MEGATRON_GROUPS, MegatronSizes
 from megatron_adapter.spec import read_nccl_config

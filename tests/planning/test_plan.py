@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from commgrid import GridSpec, GroupPlan, RankLayout, SpecError
 from commgrid.planning.group import GroupDef
-from commgrid.planning.options import OPTIONS
+from commgrid.planning.yaml_keys import OPTIONS
 from tests.enumeration import (
     coordinates,
     factorizations,

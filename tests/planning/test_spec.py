@@ -12,7 +12,7 @@ import commgrid
 from commgrid import GridSpec, SpecError, UnknownGroupError
 from commgrid.layout.axis_names import ambiguity
 from commgrid.layout.ranks import divisors
-from commgrid.planning.options import OPTIONS
+from commgrid.planning.yaml_keys import OPTIONS
 
 DESIGN_YAML = """
 axes: {tp: 4, cp: 2, dp: -1, pp: 2}

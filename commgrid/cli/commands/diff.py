@@ -1,4 +1,4 @@
-"""`commgrid diff`: what changes between two grids."""
+"""`commgrid diff`: what changes between two grids: sizes, order, and the ranks of each name."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ _EXAMPLES = """examples:
 
 Nothing is started and torch is not needed.
 """
+
+MOST_RANKS = 500_000
+"""Of the largest grids whose differing groups are compared, rank by rank."""
 
 
 def add_parser(commands: Any) -> None:
@@ -101,10 +104,6 @@ def _read(given: str, changes: dict[str, Any]) -> GridSpec:
             f"{', '.join(PRESETS)}{nearest(given, PRESETS)}"
         )
     return GridSpec.from_yaml(given, changes=changes)
-
-
-MOST_RANKS = 500_000
-"""Of the largest grids whose differing groups are compared, rank by rank."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The options of a grid: keys of its file, arguments of `initialize`, and flags of commands.
+"""Keys of a grid's YAML file, which are its options: arguments of `initialize`, and flags.
 
 Sizes are a table of their own, `region.AXES`. Below the tables stand the checks of a file's
 mappings: their keys, their numbers, and the options that say where groups and ranks lie.
