@@ -18,7 +18,7 @@ from typing import Any
 
 @cache
 def table() -> Mapping[str, Sequence[str]]:
-    """The modules that have what stood in one, by its earlier name; a package may have none."""
+    """By a module's earlier name, the modules that have its names now; none of a mere package."""
     import yaml  # only a program that uses such a path reads the table
 
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ class EarlierPaths:
         """Python makes the module."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Have names found where they are now, and say so."""
+        """Look names up in the modules of today, after a warning."""
         homes = table()[module.__name__]
         if homes:
             told = f"{module.__name__} is in {' and '.join(homes)} now"

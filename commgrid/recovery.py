@@ -11,8 +11,8 @@ the boxes that no other rank has:
     rank 1   own 1, kept for 0
     rank 3   own 3, kept for 2   ── kept for 2 ──►   rank 0, which has no copy of it
 
-Of the newest state that is complete with them, boxes are handed over of which the new grid has no
-copy; nothing, if its ranks have a complete state that is as new.
+They hand over boxes of which the new grid has no copy, of the newest state that is complete with
+them; nothing, if the new grid has a complete state that is as new.
 """
 
 from __future__ import annotations
@@ -61,8 +61,9 @@ from commgrid.torch_compat.world import group_timeout
 from commgrid.transfer.models import Part
 from commgrid.transfer.transfer import Transfer
 
+MEMORY, NEIGHBOURS, CHECKPOINT = "memory", "neighbours' memory", "checkpoint"
 LEFT_OUT = "memory of ranks left out"
-_NAMED = 3
+_NAMED = 3  # missing entries that an error lists
 
 
 @dataclass(frozen=True)
@@ -100,11 +101,10 @@ def rebuild(
 
     Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
     stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
-    out, so that as many ranks as possible keep their place on the other axes; what they have in
-    memory `commgrid.recover` brings together; what only a rank without a place has, it hands over
-    here. A rank without a part in a grid, which `ranks` of
-    `initialize` left out, which only called `join`, or which was left out here, waits in this call
-    until a rebuild needs it: it may replace a rank that is gone.
+    out, so that as many ranks as possible keep their place on the other axes. What ranks have in
+    memory, `commgrid.recover` brings together later; what only a rank without a place has, it hands
+    over here. A rank without a place, which `ranks` of `initialize` or a rebuild left out or which
+    only called `join`, waits in this call until a rebuild needs it in place of one that is gone.
 
     Args:
         ranks: exactly these come, and an error names the missing ones. A rank that is not among
@@ -448,6 +448,3 @@ def _only(state: Kept, boxes: frozenset[Box]) -> list[Item]:
         if chunks:
             found.append(Item(item.path, item.shape, chunks, item.dtype))
     return found
-
-
-MEMORY, NEIGHBOURS, CHECKPOINT = "memory", "neighbours' memory", "checkpoint"

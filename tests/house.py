@@ -1,7 +1,7 @@
 """The rooms of the packages, of `rooms.yaml`, and what is out of place in them.
 
-A room is a folder, or a file, and stands on those above it in the list: it imports from these
-alone, imports for type checkers and within functions included.
+A room is a folder, or a file, and stands on those listed before it: it imports from these alone,
+imports for type checkers and within functions included.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Room(NamedTuple):
     """A room.
 
     Args:
-        name: dotted, below `commgrid` where it has no package of its own.
+        name: of its folder or file in `commgrid/`, or of a package of its own.
         noun: what it holds.
         takes, gives: what comes in, and what goes out.
     """
@@ -97,7 +97,7 @@ def back_arrows(module: str) -> Iterator[str]:
 
 
 def circle() -> list[str]:
-    """Modules that import each other; empty: there are none. A package stands on its files."""
+    """Modules that import each other, [] if none; a package counts as importing its files."""
     graph = {name: set(imported(name) & modules().keys()) for name in modules()}
     for name in modules():
         if (package := name.rpartition(".")[0]) in graph and package not in PACKAGES:

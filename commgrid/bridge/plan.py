@@ -118,8 +118,8 @@ def messages(
         rank: a global rank.
 
     Example:
-        >>> three = Side({0: (0,), 1: (1,), 2: (2,)}, {0: 0, 1: 0, 2: 0})
-        >>> two = Side({3: (0,), 4: (1,)}, {3: 0, 4: 0})
+        >>> three = BridgeSide({0: (0,), 1: (1,), 2: (2,)}, {0: 0, 1: 0, 2: 0})
+        >>> two = BridgeSide({3: (0,), 4: (1,)}, {3: 0, 4: 0})
         >>> for one in messages(three, two, (even(10, 3),), (even(10, 2),), rank=1):
         ...     print(one.receiver, one.taken, one.put)
         3 (((0, 1),),) (((4, 5),),)

@@ -18,7 +18,7 @@ from commgrid.call_analysis.mismatch import KINDS_OF_CALLS, mismatches
 from commgrid.call_analysis.program import crossed_group
 from commgrid.call_analysis.straggler import slow_ranks
 from commgrid.call_analysis.wait_cycle import CIRCLES, circles, deadlock
-from commgrid.call_analysis.wait_state import finding, is_held, on_another_group, skipped, waited
+from commgrid.call_analysis.wait_reason import finding, is_held, on_another_group, skipped, waited
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import flight_recorder
 from commgrid.call_records.call import Call, Group

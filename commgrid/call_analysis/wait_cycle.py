@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from commgrid.call_analysis.event import Ledger, PendingCall
 from commgrid.call_analysis.finding import Finding, said
-from commgrid.call_analysis.wait_state import finding, on_another_group, skipped, waited
+from commgrid.call_analysis.wait_reason import finding, on_another_group, skipped, waited
 
 Node = TypeVar("Node", bound=Hashable)
 Step = TypeVar("Step")

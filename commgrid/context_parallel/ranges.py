@@ -70,7 +70,7 @@ def pieces(ranges: Ranges, documents: Sequence[int]) -> dict[int, list[DocumentP
     """The pieces of each document in a buffer, by the document's number.
 
     >>> pieces(((0, 4), (6, 8)), (0, 3, 8))[1]
-    [Piece(start=3, stop=4, row=3), Piece(start=6, stop=8, row=4)]
+    [DocumentPiece(start=3, stop=4, row=3), DocumentPiece(start=6, stop=8, row=4)]
     """
     found: dict[int, list[DocumentPiece]] = {}
     row = 0

@@ -1,7 +1,7 @@
-"""Slot: one parameter's place among the gradients, its owner, and the placeholder in `.grad`.
+"""Slot: one parameter's place in a bucket, its owner, and the placeholder in `.grad`.
 
-Third-party optimizers, clipping and loss scalers read `.grad`. With None there, they would take a
-gradient that is sharded or being summed for missing: torch's clip_grad_norm_ would return 0 and
+Third-party optimizers, clipping and loss scalers read `.grad`. If it were None while a gradient is
+sharded or being summed, they would think it missing: torch's clip_grad_norm_ would return 0 and
 clip nothing. So a placeholder stands there, any use of which raises.
 """
 
@@ -142,7 +142,7 @@ class Slot:
 
 
 class Reducer(Protocol):
-    """A GradientReducer, as the files below it see it."""
+    """The part of a GradientReducer that files below it use."""
 
     groups: ReductionGroups
     shard: bool

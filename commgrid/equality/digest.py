@@ -1,8 +1,8 @@
-"""Digests of tensors, numbers that depend on every bit and its place; extremes among ranks.
+"""Digests of tensors (numbers that depend on every bit and its place), extremes among ranks.
 
 A digest is the sum of the tensor's 8-byte words, each times its own random odd number, modulo 2^64.
-Of a word's top bit, such as the sign of a number, a product keeps only that bit, and two of them
-would cancel in the sum; so its upper bits are first combined with its lower ones by exclusive or.
+Times an odd number, a word's top bit, such as a sign, changes only the top bit, and two such
+changes cancel in the sum; so its upper bits are first combined with its lower ones by exclusive or.
 Any difference then changes the digest, but for one in about 2^32.
 """
 

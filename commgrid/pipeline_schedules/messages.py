@@ -52,11 +52,11 @@ def programs(schedule: Schedule) -> tuple[Program, ...]:
         >>> from commgrid.pipeline_schedules.schedule import gpipe
         >>> for step in programs(gpipe(num_stages=2, num_microbatches=1))[1]:
         ...     print(step if isinstance(step, Computation) else [*step.sends, *step.recvs])
-        [Recv(stage=1, chunk=0, microbatch=0, peer=0, message=Message(kind='activation', \
+        [Recv(stage=1, chunk=0, microbatch=0, peer=0, message=StageMessage(kind='activation', \
 boundary=0, microbatch=0))]
         F0
         B0
-        [Send(stage=1, chunk=0, microbatch=0, peer=0, message=Message(kind='gradient', \
+        [Send(stage=1, chunk=0, microbatch=0, peer=0, message=StageMessage(kind='gradient', \
 boundary=0, microbatch=0))]
     """
     spans = simulate(schedule).spans

@@ -190,7 +190,7 @@ class GridSpec:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GridSpec:
-        """A spec from the mapping that YAML holds; see DESIGN's example or `to_dict`.
+        """A spec from the mapping that YAML holds, as `to_dict` gives it.
 
         Raises:
             SpecError: an unknown or missing key, or a value that does not fit.

@@ -1,4 +1,4 @@
-"""Checks of a spec's parts against each other: named groups, listed ranks, axes of two regions."""
+"""Checks of a spec's parts against each other: names, listed ranks, axes of regions, levels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_choice(
 ) -> str | tuple[str, ...]:
     """Return an option's word, or the canonical names of the groups that it lists.
 
-    Without definitions it takes no names.
+    Without definitions it takes a word only.
 
     Raises:
         SpecError: another word, or no group of a name.
@@ -45,7 +45,7 @@ def check_choice(
 def check_listed_ranks(
     rows: Iterable[GroupEntry], grid_ranks: range | tuple[int, ...], dense: Ranks
 ) -> None:
-    """A row that lists ranks lists the grid's, which are also given as the dense region's."""
+    """Refuse rows that list ranks outside of the grid; `dense` has the same ranks, for messages."""
     covered = frozenset(grid_ranks) if isinstance(grid_ranks, tuple) else grid_ranks
     for entry in rows:
         strange = [r for ranks in entry.lists or () for r in ranks if r not in covered]
@@ -59,7 +59,7 @@ def check_listed_ranks(
 def check_regions_agree(
     regions: Iterable[Region], layouts: Mapping[str, RankLayout], start: int
 ) -> None:
-    """An axis of two resolved regions must mean the same groups in both, from the first rank on."""
+    """Refuse an axis of two regions with other groups in one; both start at rank `start`."""
     first: dict[str, Region] = {}
     for region in regions:
         for axis in region.axes:
@@ -84,7 +84,7 @@ def levels_of_groups(
     definitions: Mapping[str, GroupDef],
     words: names.Words,
 ) -> dict[str, str]:
-    """Return the level that no group of a name may leave, by canonical name.
+    """Return, by canonical name, the level that its groups must stay within.
 
     Raises:
         SpecError: no such group, or two levels for one.

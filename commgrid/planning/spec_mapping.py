@@ -41,11 +41,11 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "create": _names, "connect": _names, "groups": _rows, "ranks": as_ranks,
     "within": parse_within,
 }  # fmt: skip
-"""By option, from a given value to the one in a spec."""
+"""By option, how a given value becomes the spec's."""
 
 
 def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a spec from values of `OPTIONS` as a file or a call gives them."""
+    """Return fields of a spec from values of `OPTIONS`, as a file or `GridSpec.build` has them."""
     return {
         key: _READERS[key](value) if key in _READERS else value
         for key, value in options.items()

@@ -131,7 +131,7 @@ class Recorder:
     def leave_to_parent(self) -> None:
         """In a forked process: SIGTERM is not the parent's."""
         if self._termination is not None:
-            self._termination.leave_to_parent()
+            self._termination.unregister()
             self._termination = None
 
     def close(self) -> None:

@@ -27,10 +27,10 @@ from commgrid.call_records.processes import (
 class Termination:
     """SIGTERM writes where all threads are, and then runs the earlier handler.
 
-    Launchers send it to the survivors, so this tells them from the rank that failed first.
+    Launchers send it to the survivors, so the file tells them from the rank that failed first.
 
     Args:
-        path: of the file; without stacks it is removed by `close`.
+        path: of the file; `close` removes it if it is empty.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,21 +41,21 @@ class Termination:
 
     def close(self) -> None:
         """Have SIGTERM do what it did before."""
-        self.leave_to_parent()
+        self.unregister()
         os.close(self._file)
         with suppress(OSError):
             if not self._path.stat().st_size:
                 self._path.unlink()
 
-    def leave_to_parent(self) -> None:
-        """In a forked process: SIGTERM is not the parent's."""
-        # A handler that the program has set since is its own.
+    def unregister(self) -> None:
+        """Write no stacks at SIGTERM; in a forked process the file is the parent's."""
+        # Else the program has set a handler since, which stays.
         if signal.getsignal(signal.SIGTERM) == self._before:
             faulthandler.unregister(signal.SIGTERM)
 
 
 class _Own:
-    """The note of this process, while it has grids."""
+    """What this process has announced: its grids, the file of its stacks (-1: none), its pid."""
 
     def __init__(self) -> None:
         self.grids: set[str] = set()

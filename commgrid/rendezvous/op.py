@@ -7,7 +7,7 @@ over torch's store (`commgrid.store.driver`) and, in virtual time, in the tests'
         count = yield Add("rank count", 1)              # -> 1
         if count == WORLD:
             return (yield Cas("decision", b"", b"go"))  # -> b"go", or what stood there
-        return (yield Wait("decision", until=90.0))     # -> b"go", or None after 90.0
+        return (yield WaitKey("decision", until=90.0))  # -> b"go", or None after 90.0
 """
 
 from __future__ import annotations

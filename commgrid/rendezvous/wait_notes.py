@@ -10,7 +10,7 @@ from typing import Any
 from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.rendezvous.op import Drop, Get, Protocol, Put
 
-_ASKED = 64  # absent ranks that are looked for elsewhere, at most
+_ASKED = 64  # absent ranks that are looked up, at most
 
 
 def publish(me: int, place: dict[str, str], host: tuple[str, Sequence[int]]) -> Protocol[None]:
@@ -28,14 +28,14 @@ def elsewhere(missing: Sequence[int], base: str) -> Protocol[list[tuple[int, dic
     """Return the notes of absent ranks that do not wait at `base`."""
     places = []
     for rank in missing[:_ASKED]:
-        found = (yield Get((f"waits/{rank}",)))[0]  # alone: it may go at any time
+        found = (yield Get((f"waits/{rank}",)))[0]  # one key: a note may go at any time
         if found is not None and (place := json.loads(found))["at"] != base:
             places.append((rank, place))
     return places
 
 
 def hosts_of(missing: Sequence[int], here: Sequence[int]) -> Protocol[str]:
-    """Name the hosts of absent ranks, as ranks on the same hosts have published."""
+    """Name the hosts of absent ranks, as their neighbours among those here have published."""
     hosts: dict[str, frozenset[int]] = {}
     for rank in missing[:_ASKED]:
         at = bisect_left(here, rank)

@@ -97,11 +97,12 @@ class TransferPlan:
         TransferError: the sides are not of one model, or no rank has a part of it.
 
     Example:
-        >>> from commgrid.resharding.layouts import Entry, Form, GridLayouts, pack
+        >>> from commgrid.resharding.layouts import Form, GridLayouts, LayoutEntry, pack
         >>> def rows(*boxes: Box) -> bytes:
-        ...     return pack([Entry("weight", Form((6, 2), "float32", 4, boxes))])
+        ...     return pack([LayoutEntry("weight", Form((6, 2), "float32", 4, boxes))])
         >>> whole, half = rows(((0, 0), (6, 2))), rows(((3, 0), (3, 2)))
-        >>> plan = TransferPlan(Side.of({0: whole, 1: whole}), Side.of({1: whole, 2: half}))
+        >>> source = GridLayouts.of({0: whole, 1: whole})
+        >>> plan = TransferPlan(source, GridLayouts.of({1: whole, 2: half}))
         >>> plan.pairs, plan.copied
         ({(0, 2): 24}, {1: 48})
     """

@@ -316,7 +316,7 @@ class RingBuffer:
         device: where it is.
 
     Example:
-        >>> ring = Ring(128, torch.device("cpu"))
+        >>> ring = RingBuffer(128, torch.device("cpu"))
         >>> one, other = ring.take(64), ring.take(64)
         >>> ring.take(64) is None
         True

@@ -20,7 +20,7 @@ from commgrid.torch_compat.peer_errors import as_peer_error
 
 
 class LiveGroups(NamedGroups):
-    """The communicators of a grid, from none at its start to none at its end.
+    """The communicators of a grid: added one by one as it starts, all let go as it ends.
 
     Args:
         name, spec, rank: see `NamedGroups`.
@@ -87,7 +87,7 @@ class LiveGroups(NamedGroups):
         owner = "" if self._name == "default" else f"{self._name}:"
         return {owner + ",".join(each.names): list(each.ranks) for each in self._communicators}
 
-    # -- holding and letting go ---------------------------------------------------------
+    # -- making, holding and letting go -------------------------------------------------
 
     def _make_group(
         self,
@@ -98,7 +98,7 @@ class LiveGroups(NamedGroups):
         watched: bool,
         prefix: str = "",
     ) -> ProcessGroup:
-        """Make the torch group of a communicator; with `prefix` under an earlier one's name."""
+        """Make the torch group of a communicator; with `prefix` again, under its earlier name."""
         try:
             return torch_groups.create_group(
                 name, ",".join(planned.names), planned.members, backend=self._backend,
@@ -118,7 +118,7 @@ class LiveGroups(NamedGroups):
             self._positions[name] = position
 
     def _swap(self, communicator: Communicator, group: ProcessGroup) -> None:
-        """Has every name and mesh of a communicator find another group."""
+        """Replace a communicator's torch group, under all its names and in meshes."""
         before, communicator.group = communicator.group, group
         for name, held in self._groups.items():
             if held is before:
@@ -147,7 +147,7 @@ class LiveGroups(NamedGroups):
         self.abort_after_failure()
 
     def abort_after_failure(self) -> None:
-        """Do as `abort`, if the other ranks learn of the failure in another way."""
+        """As `abort`, without telling the other ranks, which learn of the failure otherwise."""
         by_pairs = self._connected_by_pairs()
         groups = self._let_go()
         self._addresses = torch_groups.addresses(groups)

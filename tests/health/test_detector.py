@@ -214,7 +214,7 @@ def test_who_waits_for_another_group_is_not_to_blame() -> None:
         said = each.read(60)
         assert said is not None
         assert "rank 2 has not come to call 7 on tp, for which rank 3 has waited 30 s" in said
-        assert "test_watch.py" in said
+        assert "test_detector.py" in said
         assert each.late
     for each in made:
         each.close()

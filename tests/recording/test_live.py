@@ -64,7 +64,7 @@ def ended(grid: Any) -> None:
 
 
 LINES = [
-    f"test_live_order.py:{inspect.getsourcelines(two_names)[1] + i} two_names"
+    f"test_live.py:{inspect.getsourcelines(two_names)[1] + i} two_names"
     for i, line in enumerate(inspect.getsourcelines(two_names)[0]) if line.endswith("# <-\n")
 ]  # fmt: skip
 

@@ -55,7 +55,7 @@ def one_asks() -> str:
 def test_one_rank_asks_while_the_others_hang() -> None:
     found = run_on_ranks(one_asks, 4, backend=None, launcher="torchrun")[3]
     assert found.startswith("rank 3 has not entered dp_tp all_reduce 0, for which ranks 0-2 have")
-    assert "test_inquiry.py" in found
+    assert "test_remote.py" in found
     assert "one_asks" in found
 
 

@@ -162,7 +162,7 @@ def test_ranks_that_would_wait_for_each_other_are_named() -> None:
     assert said.startswith("'tp=2 dp=2' of 4 ranks: cannot finish under nccl's rules: 4 calls wait")
     lines = Path(__file__).read_text().splitlines()
     line = next(i for i, text in enumerate(lines, 1) if "# here" in text)
-    assert len(re.findall(rf"test_on_grids\.py:{line} crossed", said)) >= 4
+    assert len(re.findall(rf"test_assertions\.py:{line} crossed", said)) >= 4
 
 
 @pytest.mark.ranks(1)
@@ -179,6 +179,6 @@ def test_a_collective_of_backward_is_named_with_its_module(other: str) -> None:
         same_on_grids(train, ["dp=1", other], args=("dp",), steps=1)
     said = str(raised.value)
     assert f"{other} differs from dp=1 at step 1\n  gradient up.bias along dp: 2 times" in said
-    assert "all_reduce over dp at test_on_grids.py" in said
+    assert "all_reduce over dp at test_assertions.py" in said
     assert "in the backward of the model" in said
     assert "dp_cp" not in said

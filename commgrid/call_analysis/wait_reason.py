@@ -1,4 +1,4 @@
-"""States of ranks that wait: what is said of them, what they wait for, a call on another group."""
+"""Reasons why a rank is waited for: it skipped the call, made it on another group, or waits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def finding(
 
 
 def skipped(ledger: Ledger, rank: int, wait: PendingCall) -> bool:
-    """Whether a rank is past the place where, the time before, it made this call."""
+    """Whether a rank has gone past this call, which it made before its present line last time."""
     if wait.call.is_transfer:
         return False
     calls = ledger.traces[rank].calls
@@ -40,18 +40,18 @@ def skipped(ledger: Ledger, rank: int, wait: PendingCall) -> bool:
         return False
     last, group = calls[-1], wait.call.group.name
     for i in range(len(calls) - 2, 0, -1):
-        if _same_place(calls[i], last):
-            # The step after the call before, then and now.
+        if _same_call(calls[i], last):
+            # Last time the awaited call came right before this line; now another one did.
             before = calls[i - 1]
             return (
                 before.group.name == group
                 and before.where == wait.call.where
-                and not _same_place(calls[-2], before)
+                and not _same_call(calls[-2], before)
             )
     return False
 
 
-def _same_place(one: Call, other: Call) -> bool:
+def _same_call(one: Call, other: Call) -> bool:
     return (one.where, one.group.name, one.operation) == (
         other.where,
         other.group.name,
@@ -86,8 +86,7 @@ def on_another_group(
         f"rank {wait.rank} {waited(wait)}"
     )
     places = (call.where, wait.call.where)
-    found_here = finding("other group", (culprit,), waits, places, text)
-    return replace(found_here, group=right.name)
+    return replace(finding("other group", (culprit,), waits, places, text), group=right.name)
 
 
 def _alone(
@@ -95,8 +94,8 @@ def _alone(
 ) -> tuple[int, Call, Group, tuple[int, ...]] | None:
     """Whether a rank alone makes a call on a communicator that no other joins in.
 
-    A line may issue calls on several communicators: what others have made there on this one too
-    says nothing, and neither does a single rank that is of another mind.
+    A line may issue calls on several communicators: it proves nothing if others have used this one
+    from there as well, or if a single rank used the other.
 
     Returns:
         The rank, its last such call, the group that the others make it on, and these.
