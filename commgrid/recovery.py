@@ -101,10 +101,10 @@ def rebuild(
 
     Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
     stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
-    out, so that as many ranks as possible keep their place on the other axes. What ranks have in
-    memory, `commgrid.recover` brings together later; what only a rank without a place has, it hands
-    over here. A rank without a place, which `ranks` of `initialize` or a rebuild left out or which
-    only called `join`, waits in this call until a rebuild needs it in place of one that is gone.
+    out, so that as many ranks as possible keep their place on the other axes. Later
+    `commgrid.recover` brings together the states in memory; a rank without a place hands over here
+    the parts that it alone has. A rank that has none since `ranks` of `initialize` or a rebuild left
+    it out, or since it only called `join`, waits in this call until a rebuild needs it.
 
     Args:
         ranks: exactly these come, and an error names the missing ones. A rank that is not among

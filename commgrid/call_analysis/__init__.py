@@ -1,1 +1,1 @@
-"""What recorded or planned calls mean: who waits for whom, whether all can end; without torch."""
+"""Analysis of recorded or planned calls: waits, causes, whether all can end; without torch."""

@@ -1,4 +1,4 @@
-"""The commands with what each is for, and the types of flags: from a word to its value."""
+"""Names and summaries of the commands, and the types of flags: from a word to its value."""
 
 from __future__ import annotations
 

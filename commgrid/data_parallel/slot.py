@@ -2,7 +2,7 @@
 
 Third-party optimizers, clipping and loss scalers read `.grad`. If it were None while a gradient is
 sharded or being summed, they would think it missing: torch's clip_grad_norm_ would return 0 and
-clip nothing. So a placeholder stands there, any use of which raises.
+clip nothing. So a placeholder stands there, and any use of it raises.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Termination:
 
 
 class _Own:
-    """What this process has announced: its grids, the file of its stacks (-1: none), its pid."""
+    """Grids that this process has announced, the file of its stacks (-1: none), and its pid."""
 
     def __init__(self) -> None:
         self.grids: set[str] = set()

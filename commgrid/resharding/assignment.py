@@ -1,4 +1,4 @@
-"""Assignment of what is sent to the ranks with copies, so that none sends much more than others.
+"""Assignment of boxes to ranks with copies of them, so that none sends much more than others.
 
 Every pool is so many bytes that some ranks hold and some others need. Its holders share what it
 asks of them by their loads, as water fills a vessel: the least loaded first, up to one level. The

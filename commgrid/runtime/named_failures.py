@@ -175,7 +175,7 @@ _registry.at_exit.append(_tell_end)
 
 
 class Identified(Protocol):
-    """A grid that this rank is in, or the card of one that it is not in."""
+    """A grid of this rank, or the card of another one."""
 
     @property
     def identity(self) -> str: ...

@@ -1,1 +1,1 @@
-"""The key-value store at which ranks meet: where it is, how to ask it, what stands in for it."""
+"""The key-value store at which ranks meet: its search, its clients, and its standby."""
