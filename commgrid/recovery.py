@@ -103,8 +103,8 @@ def rebuild(
     stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
     out, so that as many ranks as possible keep their place on the other axes. Later
     `commgrid.recover` brings together the states in memory; a rank without a place hands over here
-    the parts that it alone has. A rank that has none since `ranks` of `initialize` or a rebuild left
-    it out, or since it only called `join`, waits in this call until a rebuild needs it.
+    the parts that it alone has. A rank that has none, as `ranks` of `initialize` or a rebuild left
+    it out or as it only called `join`, waits in this call until a rebuild needs it.
 
     Args:
         ranks: exactly these come, and an error names the missing ones. A rank that is not among
