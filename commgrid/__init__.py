@@ -7,9 +7,7 @@ that any form of parallelism needs exists and is found by name.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
-from commgrid.earlier import EarlierPaths
 from commgrid.errors import (
     CheckpointError,
     CommGridError,
@@ -30,7 +28,10 @@ from commgrid.errors import (
 from commgrid.on_demand import on_demand
 from commgrid.version import VERSION
 
+TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from commgrid import trace
     from commgrid.call_analysis import verification as verify
     from commgrid.cost_model.cluster import Cluster
@@ -87,4 +88,18 @@ _ON_DEMAND = {
 _MODULES = {"trace": "commgrid.trace", "verify": "commgrid.call_analysis.verification"}
 
 __getattr__, __dir__ = on_demand(globals(), _ON_DEMAND, _MODULES)
-sys.meta_path.append(EarlierPaths())
+
+
+class _EarlierPaths:
+    """Asks `earlier`, when a module of the package is not found (PEP 451)."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("commgrid."):
+            return None
+        from commgrid import earlier  # a program that uses today's names does not load it
+
+        return earlier.find_spec(name)
+
+
+sys.meta_path.append(_EarlierPaths)

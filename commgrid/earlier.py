@@ -13,7 +13,6 @@ from importlib import import_module
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 
 @cache
@@ -28,14 +27,12 @@ def table() -> Mapping[str, Sequence[str]]:
     }
 
 
-class EarlierPaths:
-    """Finder and loader of the table's modules, asked after all others (PEP 451)."""
+def find_spec(name: str) -> ModuleSpec | None:
+    """The spec of a module by its earlier name; None: the table does not have it."""
+    return ModuleSpec(name, _Loader(), is_package=True) if name in table() else None  # type: ignore[arg-type]
 
-    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if not name.startswith("commgrid.") or name not in table():
-            return None
-        return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]
 
+class _Loader:
     def create_module(self, spec: ModuleSpec) -> None:
         """Python makes the module."""
 
@@ -48,7 +45,7 @@ class EarlierPaths:
                 f"{told}, and its earlier name goes with 0.3", DeprecationWarning, stacklevel=2
             )
 
-        def get(name: str) -> Any:
+        def get(name: str) -> object:
             for home in () if name.startswith("__") else homes:
                 if hasattr(found := import_module(home), name):
                     return getattr(found, name)

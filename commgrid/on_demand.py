@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 
 def on_demand(
-    module: dict[str, Any],
+    module: dict[str, object],
     where: Mapping[str, Sequence[str]],
     modules: Mapping[str, str] = MappingProxyType({}),
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """A package's `__getattr__` and `__dir__`, by which its names are found (PEP 562).
 
     `dir` shows what is public.
@@ -30,7 +29,7 @@ def on_demand(
     """
     home = {name: path for path, names in where.items() for name in names}
 
-    def get(name: str) -> Any:
+    def get(name: str) -> object:
         if name in modules:
             value = importlib.import_module(modules[name])
         elif name in home:
@@ -41,6 +40,8 @@ def on_demand(
         return value
 
     def listed() -> list[str]:
-        return sorted({*module["__all__"], *({"__version__"} & module.keys())})
+        public = module["__all__"]
+        assert isinstance(public, list)
+        return sorted({*public, *({"__version__"} & module.keys())})
 
     return get, listed

@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from commgrid.cli.parser import COMMANDS, names, pair, sized, whole
+from commgrid.cli.flags import names, pair, sized, whole
+from commgrid.cli.parser import COMMANDS
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.region import AXES, SIZED

@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import CommGridError, SpecError
 
+TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
 if TYPE_CHECKING:
+    from typing import Any
+
     from commgrid.planning.spec import GridSpec
 
 JSON_VERSION = 1

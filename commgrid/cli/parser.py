@@ -1,15 +1,21 @@
-"""Names and summaries of the commands, and the types of flags: from a word to its value."""
+"""Parser of the command line, which loads a command when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
-import math
-import os
+import importlib
 import re
-from collections.abc import Callable
-from pathlib import Path
+import sys
+from collections.abc import Sequence
 
+from commgrid.cli.output import is_completing
+from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
+from commgrid.version import VERSION
+
+TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
+if TYPE_CHECKING:
+    from typing import Any, NoReturn
 
 COMMANDS = {
     "plan": "groups, sizes, communicators, and what start-up will cost",
@@ -26,94 +32,72 @@ COMMANDS = {
     "audit": "run a training script on several grids, and say where they part",
 }
 
-Whole = Callable[[str], int]
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors are one line, with the nearest command."""
+
+    def error(self, message: str) -> NoReturn:
+        of_flag = re.fullmatch(r"argument (?:-\w/)?(--?[\w-]+)\S*: (.*)", message, re.DOTALL)
+        if of_flag:
+            raise SpecError(" ".join(of_flag.groups()))
+        word = message.partition("invalid choice: '")[2].partition("'")[0]
+        self.exit(2, f"{self.prog}: {message}{nearest(word, COMMANDS) if word else ''}\n")
 
 
-def whole(least: int | None = None) -> Whole:
-    """Whole numbers from `least` on; None: any."""
+def parsers(
+    words: Sequence[str] | None = None,
+) -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """The parser of everything, and that of each command.
 
-    def read(text: str) -> int:
-        number = int(text) if re.fullmatch(r"[+-]?[0-9]{1,15}", text) else None
-        if number is None or (least is not None and number < least):
-            least_one = "" if least is None else f" from {least} on"
-            long = ", of 15 digits at most" if len(text) > 15 else ""
-            shown = text if len(text) <= 40 else f"{text[:20]}…"
-            raise argparse.ArgumentTypeError(f"{shown}: expected a whole number{least_one}{long}")
-        return number
-
-    return read
-
-
-def above_zero(what: str) -> Callable[[str], float]:
-    """Numbers above 0, of which an error says `what`, as `GB above 0`."""
-
-    def read(text: str) -> float:
-        try:
-            number = float(text)
-        except ValueError:
-            number = math.nan
-        if not 0 < number < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: expected {what}")
-        return number
-
-    return read
+    Args:
+        words: of the command line, of which only the command is loaded; None: all are, as for
+            completion in the shell.
+    """
+    every = words is None or is_completing()
+    wanted = COMMANDS if every else [*(words or ())][:1]
+    parser = _Parser(
+        prog="commgrid",
+        description="Plan, explain, check, measure and draw the communicators of a training job.",
+        epilog="`commgrid COMMAND --help` has examples.",
+    )
+    version = _version() if "--version" in (words or ()) else VERSION
+    parser.add_argument("--version", action="version", version=version)
+    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name in wanted:
+            importlib.import_module(f"commgrid.cli.commands.{name}").add_parser(commands)
+        else:
+            commands.add_parser(name, help=summary, add_help=False)
+    return parser, commands.choices
 
 
-def one_of(*words: str) -> Callable[[str], str]:
-    """One of some words."""
-
-    def read(text: str) -> str:
-        if text not in words:
-            listed = f"{', '.join(words[:-1])} or {words[-1]}"
-            raise argparse.ArgumentTypeError(f"{text}: expected {listed}{nearest(text, words)}")
-        return text
-
-    return read
+def _version() -> str:
+    """commgrid's version and torch's, which is not imported for it."""
+    metadata = importlib.import_module("importlib.metadata")
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        torch = "no torch"
+    return f"commgrid {VERSION} ({torch}, Python {sys.version.partition(' ')[0]})"
 
 
-def names(text: str) -> list[str]:
-    """Names with commas between."""
-    found = [name for name in text.split(",") if name]
-    if not found:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected names with commas")
-    return found
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Completion in the shell, where argcomplete is installed."""
+    if not is_completing():
+        return
+    try:
+        argcomplete = importlib.import_module("argcomplete")
+    except ImportError:
+        return
+    argcomplete.autocomplete(parser)
 
 
-def pair(text: str, *, such_as: str) -> tuple[str, str]:
-    """Two words with `=` between; `such_as` is an example."""
-    first, _, second = text.partition("=")
-    if not (first and second):
-        raise argparse.ArgumentTypeError(f"{text}: expected {such_as}")
-    return first, second
-
-
-def sized(text: str) -> tuple[str, int]:
-    """A name and a whole number."""
-    name, size = pair(text, such_as="NAME=N, such as --axis node=4")
-    return name, whole()(size)
-
-
-def count_of_bytes(text: str) -> int:
-    """Bytes, as 65536, 64K or 1M."""
-    found = re.fullmatch(r"(\d+)([KMG]?)(?:i?B)?", text.strip(), re.IGNORECASE)
-    if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text}: expected bytes, such as 65536, 64K or 1M")
-    return int(found[1]) * _UNITS[found[2].upper()]
-
-
-def file_of(*suffixes: str) -> Callable[[str], Path]:
-    """Files to write, whose names end in one of some suffixes, in a folder that is there."""
-
-    def read(text: str) -> Path:
-        path = Path(text)
-        if path.suffix not in suffixes:
-            listed = ", ".join(suffixes)
-            raise argparse.ArgumentTypeError(f"{text}: expected a file that ends in {listed}")
-        if not os.path.isdir(path.absolute().parent):  # unlike pathlib's, of any name
-            raise argparse.ArgumentTypeError(
-                f"{text}: cannot be written: there is no such folder; make it first"
-            )
-        return path
-
-    return read
+def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
+    """Says which flags a command does not have, and which they are most like."""
+    flags = [flag for action in parser._actions for flag in action.option_strings]
+    told = [
+        given + nearest(given.partition("=")[0], flags) if given.startswith("-") else given
+        for given in unknown
+    ]
+    theirs = "; the script's own come after --" if parser.prog.endswith(" audit") else ""
+    parser.error(f"unrecognized arguments: {' '.join(told)}{theirs}")

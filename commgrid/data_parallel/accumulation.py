@@ -225,10 +225,7 @@ def attach(
 ) -> tuple[Any, ...]:
     """Have every gradient of a parameter pass its reducer; return the hooks and what keeps them.
 
-    Args:
-        bucket, index: where its slot is.
-        owner: of the parameter, from now on.
-        arrived: called with the reducer, `bucket` and `index` once `.grad` has the gradient.
+    `arrived` is called with the reducer, `bucket` and `index` once `.grad` has the gradient.
     """
     slot = bucket.slots[index]
     parameter: Any = slot.parameter

@@ -1,9 +1,7 @@
 """Checks between finish and step: edits of gradients, and optimizers that step too early.
 
-Edits are refused if ranks scaled gradients by different factors.
-
 torch's clip_grad_norm_ takes the norm of this rank's gradients. Where ranks have slices or experts,
-each scales by a different factor, so the step is not one for the whole model.
+each scales by a different factor, so the step is not one for the whole model, and is refused.
 
     finish          largest number and norm of each gradient
     step            the same again: all of them times one factor?

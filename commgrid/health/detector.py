@@ -51,20 +51,16 @@ class Watched(Protocol):
     @property
     def name(self) -> str:
         """What it is called."""
-        ...
 
     @property
     def ranks(self) -> Sequence[int]:
         """Its members."""
-        ...
 
     def error(self) -> str:
         """The backend's own error: `timeout`, `connection`, or empty."""
-        ...
 
     def calls(self) -> int:
         """How many collectives this rank has issued on it."""
-        ...
 
 
 class Watch:
@@ -399,11 +395,9 @@ def prepare(
     wake: Callable[[str, bool], object],
     communicators: Sequence[Watched] = (),
 ) -> Watch:
-    """Make the watch of this rank over others that meet at WORLD's store.
+    """Make the `Watch` of this rank over others that meet at WORLD's store.
 
-    Args:
-        timeout: of collectives, in seconds; None: torch's default for WORLD's backend.
-        key, ranks, wake, communicators: see `Watch`.
+    A timeout of None is torch's default for WORLD's backend.
     """
     return Watch(
         torch_world.world_store(),

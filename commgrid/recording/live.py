@@ -28,8 +28,8 @@ from commgrid.call_records.operations import TRANSFERS, described
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.health.mailbox import Mailbox, NoMailboxError
 from commgrid.recording import recorder, remote
-from commgrid.recording.observed_grid import ObservedGrid
 from commgrid.recording.places import caller, place_of
+from commgrid.recording.recorder import ObservedGrid
 from commgrid.recording.stacks import announce, withdraw
 from commgrid.store.client import PatientStore
 from commgrid.store.key_wait import connection_of

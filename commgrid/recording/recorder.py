@@ -15,13 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from commgrid.call_records.operations import TRANSFERS
 from commgrid.call_records.ring import Ring
 from commgrid.errors import CommGridError
+from commgrid.health.detector import Watch
 from commgrid.recording.places import GroupNames, caller, place_of
 from commgrid.recording.stacks import Termination
 from commgrid.torch_compat import interposer as torch_calls
@@ -29,6 +30,36 @@ from commgrid.torch_compat.interposer import ByIdentity
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; 128 bytes each."""
+
+
+class ObservedGroup(Protocol):
+    """A communicator whose calls are compared."""
+
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+    @property
+    def group(self) -> dist.ProcessGroup: ...
+    @property
+    def suspended(self) -> bool: ...
+
+
+class ObservedGrid(Protocol):
+    """A grid, as its check sees it."""
+
+    @property
+    def identity(self) -> str: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def communicators(self) -> Sequence[ObservedGroup]: ...
+    @property
+    def timeout(self) -> float | None: ...
+    @property
+    def watch(self) -> Watch | None: ...
+    def members_of_communicators(self) -> dict[str, list[int]]: ...
+    def before_destroy(self, callback: Callable[[], object], /) -> None: ...
 
 
 class Recorder:

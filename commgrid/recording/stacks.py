@@ -27,10 +27,8 @@ from commgrid.call_records.processes import (
 class Termination:
     """SIGTERM writes where all threads are, and then runs the earlier handler.
 
-    Launchers send it to the survivors, so the file tells them from the rank that failed first.
-
-    Args:
-        path: of the file; `close` removes it if it is empty.
+    Launchers send it to the survivors, so the file tells them from the rank that failed first. If
+    it is empty, `close` removes it.
     """
 
     def __init__(self, path: Path) -> None:

@@ -78,11 +78,7 @@ def drop_documents(base: str, ranks: Sequence[int]) -> Protocol[None]:
 
 
 def drop_agreement(base: str, ranks: Sequence[int], everything: bool = True) -> Protocol[None]:
-    """Delete the keys of an agreement: its documents, and those of its rounds.
-
-    Args:
-        everything: whether counters may be there too, as after a failure.
-    """
+    """Delete the keys of an agreement; with `everything` also counters, as after a failure."""
     yield from _drop_beside_rounds(base, ranks, everything)
     for place in _places(base):
         yield from drop(place, ranks if everything else ())

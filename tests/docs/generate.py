@@ -15,10 +15,11 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from commgrid.cli.parser import parsers
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid.errors
-from commgrid import cli
 from commgrid.cli.parser import COMMANDS
 from commgrid.planning.yaml_keys import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
 from tests.docs.pages import DOCS
@@ -43,7 +44,7 @@ def tables() -> dict[str, str]:
         "house": _house(),
         "rooms": _rooms(),
     }  # fmt: skip
-    for name, parser in cli._parsers()[1].items():
+    for name, parser in parsers()[1].items():
         groups = {group.title: group for group in parser._action_groups}
         shared = groups[_OF_A_GRID]._group_actions if _OF_A_GRID in groups else []
         if name == "plan":

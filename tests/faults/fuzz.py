@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from commgrid.cli.parser import parsers
 from tests.faults.mutations import Mutator
 
 MEBIBYTES = 200.0
@@ -34,7 +35,7 @@ def fuzz(seed: int, cases: int, most: int = 20) -> list[str]:
     os.chdir(folder)
     sys.setrecursionlimit(1000)
     _keep_from_starting()
-    mutator = Mutator(cli._parsers()[1], folder, seed)
+    mutator = Mutator(parsers()[1], folder, seed)
     used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     signal.signal(signal.SIGVTALRM, _hangs)
     found: list[str] = []

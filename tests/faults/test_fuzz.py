@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from commgrid import GridSpec, SpecError
-from commgrid.cli import _parsers
+from commgrid.cli.parser import parsers
 from commgrid.testing import run_on_ranks
 from tests.faults.fuzz import fuzz
 from tests.faults.mutations import Mutator
@@ -24,11 +24,11 @@ def test_nothing_but_plans_and_messages() -> None:
 
 
 def test_cases_are_of_all_commands_and_the_same_each_time(tmp_path: Path) -> None:
-    parsers = _parsers()[1]
-    once, again = (Mutator(parsers, tmp_path, 7) for _ in range(2))
+    found = parsers()[1]
+    once, again = (Mutator(found, tmp_path, 7) for _ in range(2))
     cases = [once.case() for _ in range(250)]
     assert cases == [again.case() for _ in range(250)]
-    assert {case[0] for case in cases} >= set(parsers)
+    assert {case[0] for case in cases} >= set(found)
     assert len(list(tmp_path.glob("*.yaml"))) >= 15
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from commgrid.cli.flags import above_zero, count_of_bytes, file_of, names, whole
 from commgrid.cli.grid_options import add_command, read_spec, refuse_unused
 from commgrid.cli.output import give
-from commgrid.cli.parser import above_zero, count_of_bytes, file_of, names, whole
 from commgrid.cost_model.cluster import Cluster, find_cluster
 from commgrid.cost_model.collective import COLLECTIVES
 from commgrid.cost_model.fit import Measured, fit, too_fast

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from commgrid.cli.flags import above_zero
 from commgrid.cli.grid_options import add_command, read_spec
 from commgrid.cli.output import give
-from commgrid.cli.parser import above_zero
 
 _EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid check --tp 2 --pp 2

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from commgrid.cli.commands import plan_model
+from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
     new_command,
@@ -17,7 +18,6 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give
-from commgrid.cli.parser import whole
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.rank_text import describe_ranks, listed_ranks, pack

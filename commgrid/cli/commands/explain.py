@@ -6,6 +6,7 @@ import argparse
 import math
 from typing import Any
 
+from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -15,7 +16,6 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give
-from commgrid.cli.parser import whole
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError

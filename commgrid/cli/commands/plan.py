@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.commands import plan_options
+from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import (
     add_cluster_options,
     add_command,
@@ -20,7 +21,6 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import columns, give, write_grid, written
-from commgrid.cli.parser import file_of
 from commgrid.cost_model.calibration import NCCL_GB, SOURCES
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import listed_ranks

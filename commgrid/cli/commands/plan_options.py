@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from commgrid.cli.parser import above_zero, one_of, whole
+from commgrid.cli.flags import above_zero, one_of, whole
 
 FLAGS = (
     "batch", "sequence", "microbatch", "virtual_stages", "recompute", "zero_stage", "max_memory",

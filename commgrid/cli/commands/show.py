@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.commands import plan_model
+from commgrid.cli.flags import file_of, names, whole
 from commgrid.cli.grid_options import (
     GRID_FLAGS,
     add_cluster_options,
@@ -21,7 +22,6 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import columns, give
-from commgrid.cli.parser import file_of, names, whole
 from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.cost_model.cluster import nodes_of
 from commgrid.cost_model.crossing import check_within

@@ -17,9 +17,9 @@ from commgrid.call_records.price import pricer, world_size
 from commgrid.call_records.table import Sum, as_table, summed
 from commgrid.call_records.timeline import as_events
 from commgrid.call_records.trace import Trace
+from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
-from commgrid.cli.parser import file_of, whole
 from commgrid.cost_model.cluster import Cluster, find_cluster
 from commgrid.viz.page import draw_trace_page, write_page
 

@@ -10,9 +10,9 @@ from typing import Any
 from commgrid.call_analysis.program import from_traces, missing, whole
 from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records import files as trace_files
+from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
-from commgrid.cli.parser import file_of
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.viz.figure import SUFFIXES, drawing, save
