@@ -106,6 +106,14 @@ def test_every_other_rank() -> None:
         layout.coordinate(3)
 
 
+def test_an_axis_of_several_modes() -> None:
+    """Along `a` ranks are 0, 1, 4, 5, 8 and 9: its index has a digit of 2 and one of 3."""
+    layout = RankLayout((Axis("a", (Mode(2, 1), Mode(3, 4))), Axis("b", (Mode(2, 2),))))
+    found = [layout.coordinate(rank) for rank in range(12)]
+    assert found == [{"a": r % 2 + 2 * (r // 4), "b": r // 2 % 2} for r in range(12)]
+    assert [layout.rank(**at) for at in found] == list(range(12))
+
+
 def test_two_coordinates_never_mean_one_rank() -> None:
     with pytest.raises(SpecError, match="two coordinates mean one rank"):
         RankLayout((Axis("a", (Mode(3, 1),)), Axis("b", (Mode(2, 2),))))
