@@ -7,10 +7,10 @@ import torch
 
 import commgrid
 from commgrid import replicas
+from commgrid.equality import int8
 from commgrid.equality.digest import _columns, digest, quick_digest
 from commgrid.replicas import Copy, differing
 from commgrid.testing import run_on_ranks
-from commgrid.torch_compat import int8
 
 TYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool,

@@ -25,6 +25,7 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat import groups as torch_groups
 
 Group = str | ProcessGroup | GroupRef
 
@@ -136,5 +137,4 @@ def barrier(group: Group = "tp", *, grid: HyperCommGrid | None = None) -> None:
     """Returns when every rank of the group has called it."""
     members = resolve(group, grid)
     if members.size() > 1:
-        devices = [torch.cuda.current_device()] if "nccl" in dist.get_backend(members) else None
-        dist.barrier(members, device_ids=devices)
+        torch_groups.barrier(members)

@@ -76,6 +76,7 @@ class Reductions:
                 f"grid {self._grid.name!r} of this GradientReducer was destroyed; close() the "
                 "reducer and make a new one, also if a grid of that name exists again"
             )
+        self._grid.refuse_if_failed()
         while self._next < len(self._buckets):
             bucket = self._buckets[self._next]
             if bucket.missing and not all_of_them:

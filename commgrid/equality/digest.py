@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_reduce
-from commgrid.torch_compat.int8 import has_quick_products, products
+from commgrid.equality.int8 import has_quick_products, products
 
 _BLOCK = 1 << 16  # 8-byte words
 _SHIFT = 33  # not 32 or 48, the distance of the signs of fp32 and bf16 numbers in a word

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 
 from commgrid.grid_pairs.pairing import Pairing
 from commgrid.health.detector import Watch, WatchedGroup, prepare
 from commgrid.planning.group_row import GroupOptions
 from commgrid.runtime.grid import HyperCommGrid
+from commgrid.store.gate import Hearing
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.messages import start_exchange
 from commgrid.torch_compat.peer_errors import as_peer_error
@@ -50,20 +53,21 @@ class PairGroup:
         told: Callable[[str, bool], object] = lambda text, late: None,
     ) -> None:
         self.about, self.ranks, self.key = about, tuple(ranks), pair.key
-        self._options, self._timeout, self._told = GroupOptions(), timeout, told
-        self.group = torch_groups.create_group(
-            self.key,
-            about,
-            self.ranks,
-            backend=backend,
-            options=self._options,
-            timeout=timeout,
-            startup_timeout=pair.patience(),
-            connect=connect,
-            watched=pair.watched,
-        )
-        self._unconnected = {self.group}
+        self._timeout, self._told = timeout, told
         self._watch: Watch | None = None
+        with torch_nccl.errors_are_ours() if pair.watched else nullcontext():
+            self.group = torch_groups.create_group(
+                self.key,
+                about,
+                self.ranks,
+                backend=backend,
+                options=GroupOptions(),
+                timeout=timeout,
+                startup_timeout=pair.patience(),
+                connect=connect,
+                hearing=Hearing(self._where, self.post),
+            )
+        self._unconnected = {self.group}
         if pair.watched and len(self.ranks) > 1:
             try:
                 self._watch = self._make_watch(grids)
@@ -84,6 +88,7 @@ class PairGroup:
     def _wake(self, why: str, late: bool) -> None:
         """End the waits of this rank after a failure."""
         self._told(why, late)
+        torch_groups.end_gate(self.group, why, late)
         ended_groups.wake([self.group], self._unconnected, watched=True)
 
     def connect_watch(self) -> None:
@@ -103,11 +108,15 @@ class PairGroup:
         if self.group.size() == 1 or torch_groups.backend_of(self.group) == torch_world.FAKE:
             return
         try:
-            for device in torch_groups.devices_of(self.group):
-                start_exchange(self.group, device).wait(timeout)
+            devices = torch_groups.devices_of(self.group)
+            exchanges = torch_groups.connected_by(
+                lambda: [start_exchange(self.group, device) for device in devices],
+                [self.group], timeout, lambda: self.about, self.failure,
+            )  # fmt: skip
+            for exchange in exchanges:
+                exchange.wait(timeout)
         except RuntimeError as error:
             raise as_peer_error(f"{self.about} cannot be connected", error) from error
-        torch_groups.keep_timeout(self.group, self._options, self._timeout)
 
     def begin(self) -> None:
         """All have connected: watch what they do from here on."""
@@ -130,10 +139,13 @@ class PairGroup:
         """Whether the watch has found a rank that does not answer."""
         return self._watch is not None and self._watch.late
 
-    def post(self, failure: str) -> None:
+    def post(self, failure: str, late: bool = False) -> None:
         """Tell the ranks of a failure here, also those that wait on a device for this one."""
         if self._watch is not None:
-            self._watch.post(failure)
+            self._watch.post(failure, late)
+
+    def _where(self, ranks: Sequence[int]) -> str:
+        return "" if self._watch is None else self._watch.where(ranks)
 
     def end(self, broken: bool = False, finish: Callable[[], object] | None = None) -> None:
         """Destroy the communicator, not twice.

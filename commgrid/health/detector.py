@@ -8,29 +8,26 @@ once. So collectives return, and the main thread raises the failure:
     a process has ended        its neighbours' links close                          at once
     a process says nothing     no sign of life on its links        min(timeout, 60 s)
     a failed rank tells        `named_failures` on it                               at once
-    a collective is too late   NCCL's own timeout on one rank; the members tell     timeout
-                               how many calls they made, and where they are
+    a call is too late         NCCL's own timeout on one rank; the members tell     timeout
+                               how many calls they made, whether they wait
+                               themselves, and where they are
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import SpecError
 from commgrid.health.channel import ControlChannel, Message
-from commgrid.health.frames import is_programs
-from commgrid.layout.rank_text import describe_ranks
+from commgrid.health.late_call import LateCall, Watched
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
@@ -41,26 +38,7 @@ from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 
 _LONGEST = 8000
-_NAMED = 4
 _log = logging.getLogger("commgrid")
-
-
-class Watched(Protocol):
-    """One communicator, as the watch sees it."""
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Its members."""
-
-    def error(self) -> str:
-        """The backend's own error: `timeout`, `connection`, or empty."""
-
-    def calls(self) -> int:
-        """How many collectives this rank has issued on it."""
 
 
 class Watch:
@@ -96,14 +74,6 @@ class Watch:
         self._driver, self._at = StoreDriver(store, len(ranks)), f"{key}/watch"
         self._rank, self._timeout = rank, timeout
         self._communicators, self._wake = communicators, wake
-        self._main = threading.main_thread().ident
-        # After a backend's own timeout: its time, its communicator, and the ranks' answers.
-        self._asked_at: float | None = None
-        self._lost_on: Watched | None = None
-        self._waiting: set[int] = set()
-        self._behind: list[Message] = []
-        self._even: set[int] = set()  # ranks that have made as many calls as this one waits for
-        self._left: list[str] = []  # why ranks have left whom others may wait for
         self._first = threading.Lock()
         self._ended = False
         self.failure: str | None = None
@@ -119,6 +89,7 @@ class Watch:
             rank, ranks, address, timeouts().silent,
             hear=self._heard, lost=self._lost, look=self._look,
         )  # fmt: skip
+        self._late_call = LateCall(rank, timeout, self._links.tell)
 
     def tell_address(self) -> None:
         """Publish where the others find this rank; one store call."""
@@ -173,6 +144,10 @@ class Watch:
         """
         self._links.tell({"kind": "left", "text": text[:_LONGEST]})
 
+    def where(self, ranks: Sequence[int]) -> str:
+        """Return where the main threads of ranks are, of those that answer: `it is at a.py:7`."""
+        return self._late_call.where(ranks)
+
     def read(self, patience: float) -> str | None:
         """Return the failure, if one is seen within so many seconds."""
         self._learnt.wait(patience)
@@ -188,7 +163,8 @@ class Watch:
             self._waking.is_over(timeouts().abort + timeouts().answer)
         self._links.close()
         # It may be kept, for `ended`; it must not keep communicators with their connections.
-        self._communicators, self._lost_on, self._wake = (), None, lambda text, late: None
+        self._communicators, self._wake = (), lambda text, late: None
+        self._late_call = LateCall(self._rank, self._timeout, self._links.tell)
 
     # -- the thread's part --------------------------------------------------------------
 
@@ -209,14 +185,8 @@ class Watch:
         kind = message["kind"]
         if kind == "failed":
             self._fails(message["text"], bool(message["late"]), tell=False)
-        elif kind == "late":
-            self._answer(message)
-        elif kind == "left":
-            self._left.append(str(message["text"]))
-        elif kind == "behind":
-            self._behind.append(message)
-        elif kind == "even" and message["for"] == self._rank:
-            self._even.add(int(message["rank"]))
+        else:
+            self._late_call.hear(message, self._communicators)
 
     def _fails(self, text: str, late: bool, *, tell: bool = True, wake: bool = True) -> None:
         with self._first:
@@ -242,123 +212,8 @@ class Watch:
         """Asks the backends whether something went wrong that the links do not tell."""
         if self.failure is not None:
             return
-        if self._asked_at is not None:
-            waited = time.monotonic() - self._asked_at
-            if waited > (timeouts().answer if self._unanswered() else timeouts().settle):
-                self._conclude()
-            return
-        for each in self._communicators:
-            error = each.error()
-            if not error:
-                continue
-            self._asked_at = time.monotonic()
-            self._lost_on = each
-            if error == "timeout":
-                question = {"group": each.name, "ranks": list(each.ranks), "calls": each.calls()}
-                self._waiting.add(self._rank)
-                self._links.tell({"kind": "late", **question})
-            return
-
-    def _answer(self, late: Message) -> None:
-        """Says so if this rank has not come to a call that another has waited for too long."""
-        self._waiting.add(int(late["by"]))
-        for each in self._communicators:
-            if each.name == late["group"] and list(each.ranks) == late["ranks"]:
-                if each.calls() >= late["calls"]:
-                    self._links.tell({"kind": "even", "rank": self._rank, "for": late["by"]})
-                else:
-                    behind = {
-                        "kind": "behind", "rank": self._rank, "where": where_is(self._main),
-                        "call": f"call {late['calls']} on {each.name}", "for": late["by"],
-                    }  # fmt: skip
-                    self._behind.append(behind)
-                    self._links.tell(behind)
-                return
-
-    def _unanswered(self) -> set[int]:
-        """Members of the group with the late call that have not said how many calls they made."""
-        assert self._lost_on is not None
-        if self._rank not in self._waiting:
-            return set()
-        answered = {*self._even, self._rank, *(each["rank"] for each in self._behind)}
-        return set(self._lost_on.ranks) - answered
-
-    def _conclude(self) -> None:
-        """Interpret a backend's own error by the answers of the other ranks."""
-        assert self._lost_on is not None
-        name, late = self._lost_on.name, self._rank in self._waiting
-        if self._left:
-            text, late = self._left[0], False
-        elif not late:
-            text = f"a member of {name} is gone: rank {self._rank} has lost its connection"
-        elif self._behind:
-            text = who_is_behind(self._behind, self._waiting, self._timeout)
-        else:
-            silent = self._unanswered()
-            why = (
-                f"{describe_ranks(silent)} did not answer how many calls they have made on it"
-                if silent
-                else "every member has made as many calls on it, so that one of them has made "
-                "another call, or waits in another group"
-            )
-            text = (
-                f"call {self._lost_on.calls()} on {name}, for which rank {self._rank} has waited "
-                f"{self._timeout:.3g} s, did not end: {why}; COMMGRID_TRACE=1 tells"
-            )
-        self._fails(text, late)
-
-
-def who_is_behind(answers: Sequence[Message], waiting: Collection[int], seconds: float) -> str:
-    """Describe the rank that the others wait for, among the ranks that are behind in some call.
-
-    Args:
-        answers: of each rank that is behind: the `rank`, the `call`, the rank that waits for it
-            (`for`), and where it is (`where`).
-        waiting: ranks that wait for some call themselves.
-        seconds: how long they have waited.
-
-    Example:
-        >>> answers = [
-        ...     {"rank": 2, "call": "call 4 on dp", "for": 0, "where": "at a.py:7 in f"},
-        ...     {"rank": 3, "call": "call 4 on dp", "for": 1, "where": "at train.py:5 in step"},
-        ... ]
-        >>> print(who_is_behind(answers, {0, 1, 3}, 30))
-        rank 2 has not come to call 4 on dp, for which rank 0 has waited 30 s; it is at a.py:7 in f
-    """
-    causes = [each for each in answers if each["rank"] not in waiting]
-    if causes:
-        first = min(causes, key=lambda each: (each["for"], each["rank"]))
-        behind = {each["rank"]: each["where"] for each in causes if each["for"] == first["for"]}
-        verb = "have" if len(behind) > 1 else "has"
-        where = "; ".join(
-            f"{f'rank {rank}' if len(behind) > 1 else 'it'} is {where}"
-            for rank, where in sorted(behind.items())[:_NAMED]
-        )
-        return (
-            f"{describe_ranks(behind)} {verb} not come to {first['call']}, for which rank "
-            f"{first['for']} has waited {seconds:.3g} s; {where}"
-        )
-    each_other = "; ".join(
-        f"rank {each['for']} in {each['call']} for rank {each['rank']}, which is {each['where']}"
-        for each in sorted(answers, key=lambda each: (each["for"], each["rank"]))[:_NAMED]
-    )
-    return f"ranks have waited {seconds:.3g} s for each other: {each_other}"
-
-
-def where_is(thread: int | None) -> str:
-    """Where a thread of this process is: its innermost line outside torch, commgrid and Python.
-
-    Args:
-        thread: its `ident`.
-    """
-    frame = innermost = sys._current_frames().get(thread or 0)
-    while frame is not None and not is_programs(frame.f_code.co_filename):
-        frame = frame.f_back
-    frame = frame or innermost
-    if frame is None:
-        return "not in its main thread"
-    code = frame.f_code
-    return f"at {Path(code.co_filename).name}:{frame.f_lineno} in {code.co_name}"
+        if found := self._late_call.look(self._communicators):
+            self._fails(*found)
 
 
 def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
@@ -424,3 +279,9 @@ class WatchedGroup:
 
     def calls(self) -> int:
         return torch_groups.calls_of(self.group)
+
+    def held(self) -> int:
+        return torch_groups.held_call(self.group)
+
+    def waits(self) -> bool | None:
+        return torch_groups.has_call_under_way(self.group)

@@ -246,6 +246,7 @@ class Pipeline:
         if self._grid.is_destroyed and is_initialized(self._grid.name):
             self._grid = get_grid(self._grid.name)
             self.links.reset()
+        self._grid.refuse_if_failed()
         return self._grid
 
     def final_backward(self, action: Computation) -> AbstractContextManager[None]:

@@ -254,6 +254,7 @@ class Recorder:
 
 
 _current: list[Recorder] = []
+_last: list[Recorder] = []  # of the last recording, once it has ended
 
 
 def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]]) -> None:
@@ -315,7 +316,13 @@ def stop() -> Recorder | None:
     if not _current:
         return None
     torch_calls.stop(_current[0])
-    return _current.pop()
+    _last[:] = [_current.pop()]
+    return _last[0]
+
+
+def last() -> Recorder | None:
+    """Return this process's recorder, or if it does not record now, the one that has ended last."""
+    return next(iter((*_current, *_last)), None)
 
 
 def current() -> Recorder | None:

@@ -8,10 +8,10 @@ arrive in the barrier's `failed` place, and wait there for a rank that knows the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.rank_text import describe_ranks, pack
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Drop, Now, Protocol, WaitKey
 from commgrid.rendezvous.round import Decision, agreed, conclude, drop, round_
@@ -34,13 +34,20 @@ class Barriers:
         self.lost: Decision | None = None
         """The decision that a rank is lost, so that no later barrier opens either."""
 
-    def come(self, name: str, until: float, did_not: str) -> Protocol[Decision]:
+    def come(
+        self,
+        name: str,
+        until: float,
+        did_not: str,
+        also: Callable[[Sequence[int]], str] = lambda absent: "",
+    ) -> Protocol[Decision]:
         """Arrive at a barrier, and return its decision.
 
         Args:
             name: of the barrier, which every rank passes once.
             until: time at which the absent ranks are named.
             did_not: what they did not do, for the message.
+            also: returns what is known of absent ranks, for its end; asked on one rank.
         """
         began = yield Now()
 
@@ -49,7 +56,10 @@ class Barriers:
                 yield from self._forget(but=name)  # all ranks have left the earlier ones
                 return (yield from agreed())
             who = describe_ranks(absent) if absent else "the last rank to come has ended, and"
-            return {"kind": "absent", "message": f"{who} {did_not} within {until - began:.3g} s"}
+            said = f"{who} {did_not} within {until - began:.3g} s"
+            if known := also(absent) if absent else "":
+                said = f"{said}; {known}"
+            return {"kind": "absent", "absent": pack(absent), "message": said}
 
         self._at = name
         if self.lost is not None:
@@ -100,12 +110,16 @@ class Barriers:
             yield WaitKey(key, (yield Now()) + timeouts().answer)
         return missing
 
-    def close(self) -> Protocol[None]:
-        """Leave; the last rank to leave deletes all keys."""
+    def close(self, *more: str) -> Protocol[None]:
+        """Leave; the last rank to leave deletes all keys.
+
+        Args:
+            *more: other keys, which no rank needs after that.
+        """
         at = f"{self._key}/left"
         if (yield from arrive(at, self._me, self.ranks)) is Arrival.LAST:
             yield from self._forget()
-            yield Drop(tuple(counters(at, self.ranks)))
+            yield Drop((*counters(at, self.ranks), *more))
 
     def _forget(self, but: str = "") -> Protocol[None]:
         """Delete the keys of the barriers that this rank has used."""

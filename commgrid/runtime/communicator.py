@@ -102,6 +102,14 @@ class Communicator:
         """How many collectives this rank has issued on it."""
         return torch_groups.calls_of(self.group)
 
+    def held(self) -> int:
+        """The number of a call in which a thread is held before the device has it; 0: none."""
+        return torch_groups.held_call(self.group)
+
+    def waits(self) -> bool | None:
+        """Whether a call of this rank is under way on it; None: it does not say."""
+        return torch_groups.has_call_under_way(self.group)
+
     def describe(self) -> str:
         return f"communicator {','.join(self.names)} of {_short(self.ranks)}"
 
@@ -129,23 +137,33 @@ def exchange_ranks(
     communicators: Iterable[Communicator],
     patience: Callable[[], float],
     failed: Callable[[BaseException], object] = lambda error: None,
+    lost: Callable[[], str | None] = lambda: None,
 ) -> list[float]:
     """Connects communicators by exchanging their members' ranks, and compares with the plan.
 
     All of them at once: what one waits for, others use.
 
     Args:
-        communicators: of this rank.
+        communicators: of this rank, in creation order.
         patience: seconds that are left to wait.
         failed: called with the error, before other ranks see this rank's connections close.
+        lost: returns the failure if another rank is known to be gone.
 
     Returns:
         The seconds that each took.
     """
     exchanges: list[_Exchange] = []
-    try:
-        for communicator in communicators:
+    held = list(communicators)
+
+    def start() -> None:
+        for communicator in held:
             exchanges.append(_Exchange.start(communicator))
+
+    def about() -> str:
+        return held[min(len(exchanges), len(held) - 1)].describe()
+
+    try:
+        torch_groups.connected_by(start, [each.group for each in held], patience(), about, lost)
         return [exchange.finish(patience()) for exchange in exchanges]
     except BaseException as error:
         try:

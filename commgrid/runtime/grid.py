@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +29,9 @@ from commgrid.runtime.live_groups import LiveGroups
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.groups import is_connecting
 from commgrid.torch_compat.peer_errors import lost_by_gloo
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ class HyperCommGrid(LiveGroups):
         """Agree, create, connect; on any failure nothing that was made stays."""
         under_way: list[Rendezvous] = []
         if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, lambda: 60.0, False)
+            self._create(uuid4().hex, lambda: 60.0)
             before_ready(self)
             return
         connects = bool(self._spec.connecting_names)  # of any rank
@@ -187,7 +189,8 @@ class HyperCommGrid(LiveGroups):
                     placed = placement.settle(self._spec, rendezvous, self._name, self._rank)
                     self._describe(placed, self._name, self._backend, self._timeout)
                 self._watch = watch
-                self._create(rendezvous.incarnation, rendezvous.patience, watched)
+                with torch_nccl.errors_are_ours() if watched else nullcontext():
+                    self._create(rendezvous.incarnation, rendezvous.patience)
                 if connects:
                     rendezvous.meet()  # a rank that could not create is named before others call it
                     self._connect(rendezvous)
@@ -210,16 +213,21 @@ class HyperCommGrid(LiveGroups):
         """
         for rendezvous in under_way:
             rendezvous.interrupt(why, late)
+        self.fail(why, late)
         groups = [c.group for c in self._communicators]
+        connecting = [] if under_way else [each for each in groups if is_connecting(each)]
+        for group in groups:
+            torch_groups.end_gate(group, why, late)
         by_pairs = self._connected_by_pairs()
         ended_groups.wake(groups, by_pairs, tell=not under_way, watched=True)
+        ended_groups.end_if_stuck(connecting, why)
 
-    def _create(self, incarnation: str, patience: Callable[[], float], watched: bool) -> None:
+    def _create(self, incarnation: str, patience: Callable[[], float]) -> None:
         self._incarnation = incarnation
         for planned in self._plan.communicators:
             started = time.perf_counter()
             name = f"commgrid/{self._name}/{incarnation}/{planned.name}/{planned.members}"
-            group = self._make_group(planned, name, patience(), watched=watched)
+            group = self._make_group(planned, name, patience())
             self._hold(Communicator(planned, group, time.perf_counter() - started))
 
     def _connect(self, rendezvous: Rendezvous) -> None:
@@ -231,9 +239,10 @@ class HyperCommGrid(LiveGroups):
                 rendezvous.tell(error)
 
         connecting = [c for c in self._communicators if c.planned.connect]
-        exchange_ranks(connecting, rendezvous.patience, tell)
-        for each in connecting:
-            torch_groups.keep_timeout(each.group, each.options, self._timeout)
+        exchange_ranks(connecting, rendezvous.patience, tell, self._lost)
+
+    def _lost(self) -> str | None:
+        return None if self.failure is None else self.failure.text
 
     def suspend(
         self, names: str | Sequence[str] | None = None, *, timeout: Seconds = 600.0

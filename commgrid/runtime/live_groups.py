@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
+from commgrid.errors import PeerFailedError, PeerTimeoutError
 from commgrid.health.detector import Watch
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.communicator import Communicator
 from commgrid.runtime.device_mesh import GridMeshes
 from commgrid.runtime.named_groups import NamedGroups
+from commgrid.store.gate import Hearing
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.mesh import forget_plans
 from commgrid.torch_compat.peer_errors import as_peer_error
+
+
+class PeerFailure(NamedTuple):
+    """The failure of another rank.
+
+    Args:
+        text: which rank, and what is known of it.
+        late: whether it may be alive.
+    """
+
+    text: str
+    late: bool
 
 
 class LiveGroups(NamedGroups):
@@ -39,6 +53,7 @@ class LiveGroups(NamedGroups):
         self._communicators: list[Communicator] = []
         self._meshes: GridMeshes | None = None
         self._watch: Watch | None = None
+        self._failure: PeerFailure | None = None
 
     # -- what it is ---------------------------------------------------------------------
 
@@ -60,9 +75,22 @@ class LiveGroups(NamedGroups):
         return self._backend
 
     @property
+    def on_nccl(self) -> bool:
+        """Whether a communicator of several ranks runs on NCCL."""
+        return any(torch_groups.nccl_backends(each.group) for each in self._communicators)
+
+    @property
     def watch(self) -> Watch | None:
         """The thread that sees whether ranks are gone; None where nothing watches."""
         return self._watch
+
+    @property
+    def failure(self) -> PeerFailure | None:
+        """The failure of another rank that this one has learnt of; None: it knows of none."""
+        watch = self._watch
+        if self._failure is None and watch is not None and watch.failure is not None:
+            return PeerFailure(watch.failure, watch.late)
+        return self._failure
 
     @property
     def timeout(self) -> float | None:
@@ -94,8 +122,6 @@ class LiveGroups(NamedGroups):
         planned: PlannedCommunicator,
         name: str,
         patience: float,
-        *,
-        watched: bool,
         prefix: str = "",
     ) -> ProcessGroup:
         """Make the torch group of a communicator; with `prefix` again, under its earlier name."""
@@ -103,12 +129,22 @@ class LiveGroups(NamedGroups):
             return torch_groups.create_group(
                 name, ",".join(planned.names), planned.members, backend=self._backend,
                 options=planned.options, timeout=self._timeout, startup_timeout=patience,
-                connect=planned.connect, prefix=prefix, watched=watched,
+                connect=planned.connect, prefix=prefix,
+                hearing=Hearing(self._where, self._hear),
             )  # fmt: skip
         except RuntimeError as error:
             again = " again" if prefix else ""
             what = f"grid {self._name!r}: communicator {planned.name!r} cannot be created{again}"
             raise as_peer_error(what, error) from error
+
+    def _where(self, ranks: Sequence[int]) -> str:
+        return "" if self._watch is None else self._watch.where(ranks)
+
+    def _hear(self, text: str, late: bool) -> None:
+        """Take a failure from a gate, and tell the other ranks."""
+        self.fail(text, late)
+        if self._watch is not None:
+            self._watch.post(text, late)
 
     def _hold(self, communicator: Communicator) -> None:
         self._communicators.append(communicator)
@@ -125,6 +161,36 @@ class LiveGroups(NamedGroups):
                 self._groups[name] = group
         if self._meshes is not None:
             self._meshes.replace(group)
+
+    def fail(self, text: str, late: bool) -> None:
+        """Note that a rank is gone: from now on it is an error to look up a group.
+
+        A call that was ended has returned numbers that no rank has sent, without an error on NCCL.
+
+        Args:
+            text: which rank, and what is known of it.
+            late: whether it may be alive.
+        """
+        if self._failure is None:
+            self._failure = PeerFailure(text, late)
+            self._groups.clear()  # so that no look-up has to ask
+
+    def refuse_if_failed(self) -> None:
+        """Raise the failure that this rank has learnt of; collectives of before are undefined.
+
+        Raises:
+            PeerFailedError, PeerTimeoutError: a rank is gone, or late.
+        """
+        if self._failure is not None and not self._destroyed:
+            kind = PeerTimeoutError if self._failure.late else PeerFailedError
+            raise kind(
+                f"{self._failure.text}; grid {self._name!r} is of no use since: call "
+                "commgrid.rebuild, or commgrid.destroy and commgrid.initialize"
+            )
+
+    def _resolve(self, name: str) -> str:
+        self.refuse_if_failed()
+        return super()._resolve(name)
 
     def before_destroy(self, callback: Callable[[], object]) -> None:
         """Register a function that is called once, before the grid is destroyed."""

@@ -95,7 +95,7 @@ def named_failures(
             raise  # an inner block has told; or the program has ended torch.distributed itself
         watch = grid.watch
         waited = isinstance(error, RuntimeError | TimeoutError)
-        learnt = watch.failure if watch is not None and waited else None
+        learnt = grid.failure if waited else None
         peer = learnt is not None or isinstance(error, GoneError)
         peer = peer or is_peer_failure(error)
         if isinstance(error, agreed) and not peer:
@@ -118,21 +118,24 @@ def named_failures(
             if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
             raise
-        late = _says_late(error) or (learnt is not None and watch is not None and watch.late)
+        late = _says_late(error) or (learnt is not None and learnt.late)
         why = remote.at_failure(grid.identity, late)
-        if learnt is None and watch is not None:
-            learnt = watch.read(timeouts().seen)
-        told = learnt or board.inquire(grid, error, f"{me}{at}")
+        if learnt is None and watch is not None and watch.read(timeouts().seen):
+            learnt = grid.failure
+        if learnt is None:
+            told = board.inquire(grid, error, f"{me}{at}")
+        else:  # a gate has found it, where nothing watches
+            told = learnt.text if watch is not None else board.post(learnt.text)
         grid.abort_after_failure()
-        late = _says_late(error) if learnt is None or watch is None else watch.late
+        late = _says_late(error) if learnt is None else learnt.late
         who = f"{me} was{at}" if at else me
         raise _peer_error(_with_reason(told, why()), late, who) from error
-    watch = grid.watch
-    if watch is not None and watch.failure is not None:
+    failure = grid.failure
+    if failure is not None:
         # A collective that was woken has returned numbers that no rank has sent.
         grid.abort_after_failure()
         at = f" was in {doing()}" if doing is not None else ""
-        raise _peer_error(watch.failure, watch.late, f"rank {grid.rank}{at}")
+        raise _peer_error(failure.text, failure.late, f"rank {grid.rank}{at}")
 
 
 def _at(error: BaseException, doing: Callable[[], str] | None, peer: bool) -> str:

@@ -30,6 +30,7 @@ from commgrid.runtime.registry import Made, Registry, _registry
 from commgrid.store import standby as torch_standby
 from commgrid.store.driver import StoreDriver
 from commgrid.store.search import first_line
+from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
 
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
@@ -153,7 +154,13 @@ class _Rebuild:
         grid = self.registry.grids.pop(self.name, None)
         self.registry.tables.pop(self.name, None)
         if grid is not None and not grid.is_destroyed:
+            torch_suspend.keep_names(
+                [each.group for each in grid.communicators],
+                f"this is a communicator of grid {self.name!r} before it was rebuilt; a compiled "
+                "function keeps it: compile the function again (torch.compiler.reset())",
+            )
             grid.abort_after_failure()
+            torch_suspend.answer_for_ended()
         return grid
 
     # -- the store ----------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from commgrid.errors import GridExistsError, GridNotInitializedError, PeerTimeoutError
 from commgrid.health.detector import Watch
 from commgrid.planning.spec import GridSpec
-from commgrid.recording import remote
+from commgrid.recording import recorder, remote
 from commgrid.rendezvous.membership import Membership
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
@@ -30,6 +30,7 @@ from commgrid.store.key_wait import Line, end_all
 from commgrid.store.launch import Launch
 from commgrid.store.search import connect_store, follow_timeout
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.interposer import put_back
 from commgrid.torch_compat.world import versions
 
 
@@ -425,3 +426,5 @@ def end(failed: bool, at_exit: bool = False) -> None:
             grid._destroy_at_exit() if at_exit else grid.destroy()
     finally:
         _registry.stop_world()
+        recorder.stop()
+        put_back()

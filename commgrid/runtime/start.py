@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import Made, _registry
 from commgrid.store.launch import Launch
+from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 
 
@@ -168,12 +170,26 @@ def initialize(
             if started:
                 _registry.stop_unused_world(name)
             raise
+        if grid.watch is not None and grid.on_nccl:
+            _warn_once(torch_nccl.what_disables_the_watch(_registry.started_world))
         _registry.add(grid)
         _registry.made[name] = Made(
             spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify,
             grid.watch,
         )  # fmt: skip
     return grid
+
+
+def _warn_once(texts: Sequence[str]) -> None:
+    """Log what of the environment is against what was promised, once in a process."""
+    for text in texts:
+        if text not in _WARNED:
+            _WARNED.add(text)
+            _log.warning("%s", text)
+
+
+_WARNED: set[str] = set()
+_log = logging.getLogger("commgrid")
 
 
 def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from weakref import ref
 
 from commgrid.errors import CommGridError
@@ -22,7 +22,7 @@ from commgrid.runtime.communicator import Communicator, exchange_ranks
 from commgrid.runtime.live_groups import LiveGroups
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.torch_compat import ended_groups
-from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
 
@@ -61,8 +61,9 @@ def resume(grid: LiveGroups, names: Names, timeout: float) -> None:
         chosen = [c for c in _chosen(grid, names) if c.suspended]
         with _or_destroyed(grid):
             gone = [c for c in chosen if isinstance(c.group, torch_suspend.StandIn)]
-            for communicator in gone:
-                _make_again(grid, communicator, rendezvous)
+            with torch_nccl.errors_are_ours() if grid.watch is not None else nullcontext():
+                for communicator in gone:
+                    _make_again(grid, communicator, rendezvous)
             rendezvous.meet()
             for communicator in chosen:
                 if communicator not in gone:
@@ -70,8 +71,6 @@ def resume(grid: LiveGroups, names: Names, timeout: float) -> None:
                 communicator.suspended = False
             connecting = [c for c in gone if c.planned.connect]
             exchange_ranks(connecting, rendezvous.patience, rendezvous.tell)
-            for communicator in connecting:
-                torch_groups.keep_timeout(communicator.group, communicator.options, grid.timeout)
             rendezvous.meet()
 
 
@@ -151,9 +150,9 @@ def _give_up(grid: LiveGroups, chosen: list[Communicator]) -> None:
     # Weak: what is alive once they are destroyed is what the program holds.
     others = [(ref(c.group), c, c.connected) for c in chosen if not c.suspended]
     for _, communicator, _ in reversed(others):
+        communicator.suspended = True  # first: the watch looks at it meanwhile
         gone = torch_suspend.destroy_for_now(communicator.group, _why(grid, communicator))
         grid._swap(communicator, gone)
-        communicator.suspended = True
     for handle, _, connected in others:
         kept = handle()
         if kept is not None:
@@ -168,7 +167,7 @@ def _make_again(
     started = time.perf_counter()
     torch_suspend.leave_place(stand_in)
     group = grid._make_group(
-        planned, stand_in.group_name, rendezvous.patience(), watched=grid.watch is not None,
+        planned, stand_in.group_name, rendezvous.patience(),
         prefix=f"commgrid/resumed/{grid.name}/{rendezvous.incarnation}",
     )  # fmt: skip
     communicator.seconds_to_create = time.perf_counter() - started

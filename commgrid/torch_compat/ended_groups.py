@@ -28,6 +28,8 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, NoThreadError
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import gloo_departure as torch_leaving
+from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat.bounded_calls import end_process
 from commgrid.torch_compat.groups import (
     backend_of,
     connects_by_pairs,
@@ -97,6 +99,22 @@ def wake(
     until = time.monotonic() + timeouts().abort
     for each in ending:
         each.is_over(until - time.monotonic())
+
+
+def end_if_stuck(groups: Iterable[dist.ProcessGroup], why: str) -> None:
+    """End the process if after a failure a thread stays within NCCL, which connects a group.
+
+    Args:
+        groups: that were being connected when the failure was learnt of; woken since.
+        why: the failure.
+    """
+    left, until = list(groups), time.monotonic() + timeouts().abort
+    while left and time.monotonic() < until:
+        time.sleep(timeouts().poll)
+        left = [each for each in left if torch_nccl.is_called_on(each)]
+    if left:
+        names = " and ".join(each.group_desc for each in left)
+        end_process(f"{why}; NCCL is still connecting {names}")
 
 
 def follow(work: dist.Work, group: dist.ProcessGroup) -> None:
@@ -267,7 +285,7 @@ def abort_all(
         group = alive.pop(0)
         works = under_way.pop(group)
         with suppress(RuntimeError, ValueError):  # another thread may destroy it as well
-            if "nccl" in backend_of(group):
+            if "nccl" in backend_of(group) and group.size() > 1:
                 _forget(group)  # torch would shut down what has been aborted, and may hang there
             else:
                 _end_calls(group, works, group in by_pairs, until)

@@ -9,28 +9,30 @@ goes through the function beneath it.
 from __future__ import annotations
 
 import threading
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.errors import CommGridError
+from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.layout.ranks import RankSet
 from commgrid.planning.group_row import GroupOptions
 from commgrid.rendezvous.addresses import remove
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
+from commgrid.store.gate import Gate, Hearing
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import nccl as torch_nccl
-from commgrid.torch_compat.nccl import fill_in_sizes
+from commgrid.torch_compat.bounded_calls import bounded
 from commgrid.torch_compat.world import (
     FAKE,
     is_initialized,
@@ -40,10 +42,12 @@ from commgrid.torch_compat.world import (
     world_store,
 )
 
+T = TypeVar("T")
 # `suspend` replaces it by one that raises for suspended groups.
 _TORCHS_GET_BACKEND = dist.ProcessGroup._get_backend
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
+_GATES: WeakKeyDictionary[dist.ProcessGroup, Gate] = WeakKeyDictionary()
 
 
 def create_group(
@@ -58,7 +62,7 @@ def create_group(
     backend_options: Any = None,
     connect: bool = False,
     prefix: str = "",
-    watched: bool = False,
+    hearing: Hearing | None = None,
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, created by them alone; waits for none of them.
 
@@ -74,7 +78,7 @@ def create_group(
         backend_options: torch's own object, which replaces the NCCL options of `options`.
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
         prefix: what its keys in the store begin with; a name that was used before needs one.
-        watched: whether a `Watch` sees to its errors, and not torch.
+        hearing: what its gate asks and tells the failure detector (`commgrid.store.gate`).
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -91,22 +95,28 @@ def create_group(
     # Otherwise gloo connects while it is created; a member that never comes must not hold the
     # others for as long as a collective may take.
     waits = "gloo" in kinds and not lazy
-    connecting = connect and torch_nccl.is_bound(kinds)  # see `keep_timeout`
-    meeting_limit = timedelta(seconds=startup_timeout) if waits or connecting else limit
-    if backend_options is None and kinds & {*torch_nccl.NAMES}:
-        within = startup_timeout if connect else None
-        backend_options = torch_nccl.make_options(options, kinds, meeting_limit, within)
+    meeting_limit = timedelta(seconds=startup_timeout) if waits else limit
+    store: Any = PrefixStore(prefix, world_store()) if prefix else world_store()
+    given = store
+    on_nccl = bool(kinds & {*torch_nccl.NAMES})
+    if on_nccl and backend_options is None:
+        backend_options = torch_nccl.make_options(options, kinds, meeting_limit)
+    if on_nccl and len(members) > 1:
+        startup = startup_timeout if connect else None
+        given = Gate(
+            store, name, description, dist.get_rank(), members, limit.total_seconds(), startup,
+            hearing,
+        )  # fmt: skip
     device = torch_nccl.device_for(kinds)  # WORLD's, before that is taken away
     naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
     # Where creation waits for others, two threads must not wait for each other as well.
-    erring = torch_nccl.errors_are_ours() if watched else nullcontext()
-    with nullcontext() if waits else _CREATING, _unbound(world), erring, naming as named:
+    with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
         made, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
             members,
             named,
-            PrefixStore(prefix, world_store()) if prefix else world_store(),
+            given,
             c10d.GroupName(name),
             backend_options=backend_options,
             timeout=meeting_limit,
@@ -116,17 +126,21 @@ def create_group(
         if not isinstance(made, dist.ProcessGroup):  # its NON_GROUP_MEMBER
             raise CommGridError(f"{description}: torch's backend {chosen!r} made no group")
         group: dist.ProcessGroup = made
+        if isinstance(given, Gate):
+            _GATES[group] = given
+            # What Python reads there, as gloo's addresses, is for no gate.
+            c10d._world.pg_map[group] = (
+                c10d._world.pg_map[group][0], PrefixStore(f"{name}/", store)
+            )  # fmt: skip
         if lazy:
             torch_gloo.adopt(group, parsed, config)
-        if getattr(getattr(backend_options, "config", None), "blocking", 1) == 0:
-            fill_in_sizes(group)
         places: Any = (
             _Places(ranks)
             if isinstance(ranks, RankSet)
             else dict(zip(members, count(), strict=False))
         )
         c10d._world.pg_group_ranks[group] = places
-        if (waits or lazy) and not connecting:
+        if waits or lazy:
             set_timeout(group, limit)
     return group
 
@@ -176,18 +190,17 @@ def _parsed(backend: str) -> tuple[c10d.Backend, c10d.BackendConfig, frozenset[s
     return parsed, config, frozenset(config.get_device_backend_map().values())
 
 
-def keep_timeout(group: dist.ProcessGroup, options: GroupOptions, timeout: float | None) -> None:
-    """Gives a group that was to connect at start, and has, the timeout of its collectives.
+def end_gate(group: dist.ProcessGroup, text: str, late: bool) -> None:
+    """End what waits at a group's gate, after a failure that is told as `text`."""
+    if gate := _GATES.get(group):
+        gate.end(text, late)
 
-    NCCL's second backend waits for members as long as for collectives.
 
-    Args:
-        group: what `create_group(connect=True)` returned.
-        options, timeout: as they were given to it.
-    """
-    backend, _, kinds = _parsed(backend_of(group))
-    if torch_nccl.is_bound(kinds):
-        set_timeout(group, _limit(backend, options, timeout))
+def is_connecting(group: dist.ProcessGroup) -> bool:
+    """Whether a thread is within NCCL's connecting of a group, which nothing can stop."""
+    gate = _GATES.get(group)
+    begun = gate is not None and gate.is_connecting and not gate.waits
+    return begun and torch_nccl.is_called_on(group) and not is_connected(group)
 
 
 def _limit(backend: c10d.Backend, options: GroupOptions, timeout: float | None) -> timedelta:
@@ -215,6 +228,16 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group if torch still knows it; it ends with WORLD as well."""
     destroy_all([group])
+
+
+def barrier(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for all ranks of a group; on NCCL on this rank's device, which torch would guess.
+
+    Args:
+        group: None: WORLD.
+    """
+    on_nccl = "nccl" in dist.get_backend(group)
+    dist.barrier(group, device_ids=[torch_nccl.rank_device().index] if on_nccl else None)
 
 
 def is_alive(group: dist.ProcessGroup) -> bool:
@@ -307,16 +330,88 @@ def calls_of(group: dist.ProcessGroup) -> int:
     return sum(each._get_sequence_number_for_group() for each in nccl_backends(group))
 
 
+def held_call(group: dist.ProcessGroup) -> int:
+    """Return the number of a collective that holds a thread, and that no device has; 0: none."""
+    return max((torch_nccl.held_call(each, group) for each in nccl_backends(group)), default=0)
+
+
+def has_call_under_way(group: dist.ProcessGroup) -> bool | None:
+    """Whether a call of this rank on NCCL has not ended; None where torch does not record it."""
+    gate = _GATES.get(group)
+    if gate is not None and gate.waits:
+        return True
+    found = {torch_nccl.has_call_under_way(each) for each in nccl_backends(group)}
+    return True if True in found else None if None in found else False
+
+
 def nccl_backends(group: dist.ProcessGroup) -> list[Any]:
-    """Return the NCCL backends of a group of several ranks."""
+    """Return the NCCL backends of a group of several ranks; of a suspended one, none."""
     if not is_alive(group) or "nccl" not in backend_of(group) or group.size() == 1:
         return []
+    if type(group) is not dist.ProcessGroup:
+        return []  # it stands in for a suspended one
     return [backend_on(group, device) for device in devices_of(group) if device.type == "cuda"]
 
 
 def backend_on(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Return a group's own backend for a device, also while the group is suspended."""
     return unwrapped(_TORCHS_GET_BACKEND(group, device))
+
+
+def freed_by(free: Callable[[dist.ProcessGroup], T], group: dist.ProcessGroup) -> T:
+    """Return what a call returns that frees a communicator, for which NCCL may wait for ever.
+
+    Raises:
+        CommGridError: it has not returned after `Timeouts.abort` seconds.
+    """
+    if not nccl_backends(group):
+        return free(group)
+    names, limit = group.group_desc, timeouts().abort
+    return bounded(
+        limit,
+        partial(free, group),
+        lambda: f"freeing {names}",
+        lambda: CommGridError(
+            f"communicator {names} has not ended within {limit:.3g} s: NCCL waits for the CUDA "
+            "graphs in which its calls were captured, and for calls that other ranks do not make; "
+            f"free the graphs that captured calls on {names} first (del graph)"
+        ),
+    )
+
+
+def connected_by(
+    connect: Callable[[], T],
+    groups: Sequence[dist.ProcessGroup],
+    seconds: float,
+    about: Callable[[], str],
+    lost: Callable[[], str | None],
+) -> T:
+    """Return what a call returns that is the first one on groups.
+
+    Args:
+        connect: the call.
+        groups: that it connects.
+        seconds: to wait.
+        about: names the group that is being connected.
+        lost: returns the failure if another rank is known to be gone.
+
+    Raises:
+        PeerTimeoutError: NCCL has not connected them in time; all members have come, since a gate
+            names absent ones before.
+        PeerFailedError: another rank is gone.
+    """
+    if not any(nccl_backends(each) for each in groups):
+        return connect()
+    return bounded(
+        seconds + timeouts().moment,
+        connect,
+        lambda: f"connecting {about()}",
+        lambda: PeerTimeoutError(
+            f"all ranks have come, and NCCL did not connect {about()} within {seconds:.3g} s; see "
+            "NCCL_SOCKET_IFNAME for the network that it takes, and NCCL_DEBUG=INFO for what it does"
+        ),
+        lost,
+    )
 
 
 def destroy_all(groups: Iterable[dist.ProcessGroup], at_exit: bool = False) -> None:
@@ -340,9 +435,11 @@ def destroy_all(groups: Iterable[dist.ProcessGroup], at_exit: bool = False) -> N
         try:
             if is_alive(group):
                 kept += addresses([group])
-                dist.destroy_process_group(group)
-        except (RuntimeError, ValueError) as error:  # another thread may destroy it as well
-            failed.append(error)
+                freed_by(dist.destroy_process_group, group)
+                if (gate := _GATES.get(group)) and not at_exit:
+                    gate.close()
+        except (RuntimeError, ValueError, CommGridError) as error:
+            failed.append(error)  # another thread may destroy it as well
         del group  # waits for its calls
     if not at_exit:
         forget_addresses(kept)

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.call_records.operations import Alike, Operation, alike, methods
+from commgrid.torch_compat import mesh
+from commgrid.torch_compat.mesh import Replaced, replace
 
 
 class Arguments(NamedTuple):
@@ -176,8 +178,8 @@ def batch() -> int:
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
 _now = threading.local()
-_original: dict[tuple[Any, str], tuple[Any, Callable[..., Any]]] = {}
-"""By class and method, torch's own and ours in its place."""
+_replaced: dict[tuple[Any, str], Replaced] = {}
+"""By class and method."""
 
 
 def listen(listener: Listener) -> None:
@@ -194,11 +196,19 @@ def stop(listener: Listener) -> None:
     with _lock:
         _listeners = tuple(each for each in _listeners if each is not listener)
         if not _listeners:
-            for (kind, name), (method, ours) in list(_original.items()):
+            for key, replaced in list(_replaced.items()):
                 # If another library has wrapped ours since, ours stays, and tells no listener.
-                if vars(kind)[name] is ours:
-                    setattr(kind, name, method)
-                    del _original[kind, name]
+                if replaced.is_on_top:
+                    replaced.remove()
+                    del _replaced[key]
+
+
+def put_back() -> None:
+    """Leave torch as it was before any grid, but for what listeners need that are left."""
+    with _lock:
+        mesh.put_back()
+        if _listeners:
+            _put_in_place()
 
 
 def _put_in_place() -> None:
@@ -216,10 +226,8 @@ def _put_in_place() -> None:
 
 
 def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
-    if (kind, name) not in _original:
-        # From `vars`: `getattr` would return a static method without its wrapper.
-        _original[kind, name] = vars(kind)[name], ours
-        setattr(kind, name, ours)
+    if not ((found := _replaced.get((kind, name))) and found.is_in_place):
+        _replaced[kind, name] = replace(kind, name, ours)
 
 
 def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
@@ -298,8 +306,8 @@ def is_blocking() -> bool:
 
 def plain_wait(work: dist.Work, timeout: timedelta) -> None:
     """torch's own wait, which tells no listener."""
-    held = _original.get((dist.Work, "wait"))
-    (dist.Work.wait if held is None else held[0])(work, timeout)
+    held = _replaced.get((dist.Work, "wait"))
+    (dist.Work.wait if held is None else held.before)(work, timeout)
 
 
 def _flat(given: Any) -> Sequence[Tensor]:

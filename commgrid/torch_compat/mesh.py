@@ -3,11 +3,12 @@
 | change | lasts | goes when torch |
 |---|---|---|
 | `answered_with` | while a root's names are flattened | lets `DeviceMesh._flatten` take a group that exists |
-| `let_names_be_taken` | for the process | asks who made a flattened axis before it refuses its name |
+| `let_names_be_taken` | until `put_back` | asks who made a flattened axis before it refuses its name |
 | `before_ddp` | while a module with slices exists | asks a module about the ranks that it is about to be copied to |
-| `mend_uneven_gathers` | for the process | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
+| `mend_uneven_gathers` | until `put_back` | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
-Those that last for the process are left out on versions of torch that are not in `_CHECKED`.
+Those that last until `put_back`, which `shutdown` calls, are left out on versions of torch that are
+not in `_CHECKED`. Other rooms replace methods by `replace` as well, so that all come off in order.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,16 +38,67 @@ def _torch_version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+@dataclass(frozen=True)
+class Replaced:
+    """An attribute of torch's that is replaced until `remove`.
+
+    Args:
+        owner: a class or module of torch's.
+        name: the attribute.
+        before, now: its values.
+    """
+
+    owner: Any
+    name: str
+    before: Any
+    now: Any
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it is there, perhaps within what has replaced it since."""
+        return self in _REPLACED
+
+    @property
+    def is_on_top(self) -> bool:
+        """Whether nobody has replaced this one since."""
+        return vars(self.owner)[self.name] is self.now
+
+    def remove(self) -> None:
+        """Put the former value back, unless this one was replaced since."""
+        if self.is_on_top:
+            setattr(self.owner, self.name, self.before)
+            if self in _REPLACED:
+                _REPLACED.remove(self)
+
+
+def replace(owner: Any, name: str, now: Any) -> Replaced:
+    """Replace an attribute of torch's, until `remove`, or `put_back` at the end of all grids."""
+    # From `vars`: `getattr` would return a static method without its wrapper.
+    made = Replaced(owner, name, vars(owner)[name], now)
+    setattr(owner, name, now)
+    _REPLACED.append(made)
+    return made
+
+
+_REPLACED: list[Replaced] = []
+"""In the order in which they were made, so that they come off in the reverse one."""
+
+
+def put_back() -> None:
+    """Leave torch as it was, but for what another library has replaced since."""
+    for each in reversed(_REPLACED[:]):
+        each.remove()
+
+
 @contextmanager
 def answered_with(group: ProcessGroup) -> Iterator[None]:
     """Within it, torch is given this group where it would create one for a mesh."""
-    mesh_class: Any = DeviceMesh
-    create = vars(DeviceMesh)["_init_one_process_group"]
-    mesh_class._init_one_process_group = staticmethod(lambda *_, **__: group.group_name)
+    answer = staticmethod(lambda *_, **__: group.group_name)
+    replaced = replace(DeviceMesh, "_init_one_process_group", answer)
     try:
         yield
     finally:
-        mesh_class._init_one_process_group = create
+        replaced.remove()
 
 
 OFFERED = "_offered_by_commgrid"
@@ -89,8 +141,7 @@ def let_names_be_taken() -> None:
             return create(mesh, name, *more, **named)
 
     mended.is_mended = True  # type: ignore[attr-defined]
-    mesh_class: Any = DeviceMesh
-    mesh_class._create_flatten_mesh = mended
+    replace(DeviceMesh, "_create_flatten_mesh", mended)
 
 
 def mend_uneven_gathers() -> None:
@@ -112,7 +163,7 @@ def mend_uneven_gathers() -> None:
         return list(infos) if any(map(_is_uneven_gather, steps)) else steps
 
     mended.is_mended = True  # type: ignore[attr-defined]
-    planner._optimize_transform_infos = mended
+    replace(planner, "_optimize_transform_infos", mended)
 
 
 def _is_uneven_gather(step: Any) -> bool:
@@ -139,21 +190,6 @@ def forget_plans() -> None:
             clear()
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """A function of a class of torch's that is replaced until `remove`."""
-
-    owner: Any
-    name: str
-    before: Any
-    now: Any
-
-    def remove(self) -> None:
-        """Put the former one back, unless this one was replaced meanwhile."""
-        if vars(self.owner)[self.name] is self.now:
-            setattr(self.owner, self.name, self.before)
-
-
 def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> Replaced:
     """Has DistributedDataParallel show a module, and the ranks it goes to, before it copies it.
 
@@ -177,5 +213,6 @@ def before_ddp(check: Callable[[nn.Module, Sequence[int]], None]) -> Replaced:
             check(module, dist.get_process_group_ranks(group))
         start(ddp, module, *args, **named)
 
+    made = Replaced(DistributedDataParallel, "__init__", start, checked)
     DistributedDataParallel.__init__ = checked  # type: ignore[method-assign, assignment]
-    return Replaced(DistributedDataParallel, "__init__", start, checked)
+    return made

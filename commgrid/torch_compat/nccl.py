@@ -16,18 +16,19 @@ current device, which is the one this rank has taken, and connects at first use 
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection, Iterator
+import pickle
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from functools import wraps
-from typing import Any
-from weakref import WeakSet
+from types import FrameType
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+import torch.distributed.utils
+from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import SpecError
@@ -35,10 +36,10 @@ from commgrid.planning.group_row import GroupOptions
 
 NAMES = ("nccl", "nccl-legacy", "nccl2", "nccl-lazy")
 
-CONNECTS_WITHIN = "TORCH_NCCL_NONBLOCKING_TIMEOUT"
-"""torch's own, in seconds; the first backend reads it once in a process."""
 _SUSPENDS = (2, 29, 7)
 _HANDLES_ERRORS, _DUMPS = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_DUMP_ON_TIMEOUT"
+_DUMP_WAIT = "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"
+_BLOCKS = "TORCH_NCCL_BLOCKING_WAIT"
 _SECOND_IS_NCCL = "TORCH_DIST_USE_NCCL2"
 
 
@@ -83,36 +84,27 @@ def device_for(kinds: Collection[str]) -> torch.device | None:
     return rank_device()
 
 
-def make_options(
-    asked: GroupOptions,
-    kinds: Collection[str],
-    timeout: timedelta,
-    connect_within: float | None = None,
-) -> Any:
+def make_options(asked: GroupOptions, kinds: Collection[str], timeout: timedelta) -> Any:
     """torch's options for NCCL; None where nothing is asked of it.
+
+    Communicators block while they connect, as by torch's default: its C++ takes the "in progress"
+    of others for an error in some calls, and they hung at random (pytorch#153960).
 
     Args:
         asked: what the groups table says.
         kinds: the group's backends.
         timeout: of its collectives.
-        connect_within: seconds that members may take to connect; None: as long as NCCL waits.
 
     Raises:
         SpecError: an option that this torch does not have.
     """
-    bounded = connect_within is not None and "blocking" not in dict(asked.nccl)
     bound = is_bound(kinds)
-    if not (asked.nccl or bounded or bound) or not dist.is_nccl_available():
+    if not (asked.nccl or bound) or not dist.is_nccl_available():
         return None
     made: Any = dist.ProcessGroupNCCL.Options()
     made._timeout = timeout  # torch warns where this and its argument differ
     if bound:
         made.lazy_init = True  # what is to connect at start does so in the exchange of ranks
-    if bounded and hasattr(made.config, "blocking"):
-        # NCCL then returns while it connects, and torch waits for it only so many seconds: the
-        # second backend the group's timeout, the first what this variable says.
-        made.config.blocking = 0
-        os.environ.setdefault(CONNECTS_WITHIN, str(math.ceil(connect_within or 1)))
     for key, value in asked.nccl:
         target = made if key == "is_high_priority_stream" else made.config
         if not hasattr(target, key):
@@ -142,9 +134,10 @@ def errors_are_ours() -> AbstractContextManager[None]:
     """Within it, groups of NCCL's first backend leave their errors to a watch.
 
     Otherwise torch's watchdog thread ends the process some seconds after an error or a timeout, and
-    keeps the communicator until then.
+    keeps the communicator until then. After a timeout it also sleeps four times as long as a dump
+    of the flight recorder may take, also where none is written.
     """
-    return _off(_HANDLES_ERRORS, _DUMPS)
+    return _set({_HANDLES_ERRORS: "0", _DUMPS: "0", _DUMP_WAIT: "1"})
 
 
 def dumps_nothing() -> AbstractContextManager[None]:
@@ -153,13 +146,16 @@ def dumps_nothing() -> AbstractContextManager[None]:
     Otherwise a thread of torch's, which begins with the first group of a process, waits for the
     ranks to write their flight recorders, and ends the process after 480 s.
     """
-    return _off(_DUMPS)
+    return _set({_DUMPS: "0"})
 
 
 @contextmanager
-def _off(*keys: str) -> Iterator[None]:
-    """Set switches of torch's to 0 that the environment does not set."""
-    ours = {key: "0" for key in keys if key not in os.environ}
+def _set(wanted: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of torch's that the environment does not set.
+
+    Once for many groups: NCCL's threads read the environment, while which it must not change.
+    """
+    ours = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(ours)
     try:
         yield
@@ -168,12 +164,101 @@ def _off(*keys: str) -> Iterator[None]:
             del os.environ[key]
 
 
+def what_disables_the_watch(started_here: bool) -> list[str]:
+    """Return what the environment does to a watched grid on NCCL, and what to set instead.
+
+    Args:
+        started_here: whether commgrid has started WORLD.
+    """
+    told = []
+    if os.environ.get(_HANDLES_ERRORS, "0") != "0":
+        told.append(
+            f"{_HANDLES_ERRORS}={os.environ[_HANDLES_ERRORS]} lets torch end this process after a "
+            "failure, before the failed rank is named; unset it"
+        )
+    if os.environ.get(_BLOCKS, "0") != "0":
+        told.append(
+            f"{_BLOCKS}={os.environ[_BLOCKS]} lets no thread of torch's see a timeout, so that a "
+            "late rank is not named; unset it"
+        )
+    if not started_here and os.environ.get(_DUMPS) != "0":
+        told.append(
+            f"torch.distributed was started without {_DUMPS}=0: torch ends each survivor of a "
+            "failure some minutes after it (TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC, 480 s), also after "
+            "commgrid.rebuild; set it in the job's script, or let commgrid.initialize start "
+            "torch.distributed"
+        )
+    return told
+
+
 def error_of(backend: Any) -> str:
     """Return the error that a backend has found by itself: `timeout`, `connection`, or empty."""
     if not hasattr(backend, "get_error"):
         return ""
     found = str(backend.get_error().name).lower()
     return {"success": "", "timeout": "timeout"}.get(found, "connection")
+
+
+class Progress(NamedTuple):
+    """The numbers of a backend's last calls, as torch's flight recorder has them.
+
+    Collectives and messages are counted apart, so that numbers of the two do not compare.
+
+    Args:
+        enqueued: that a device has been given.
+        completed: that a device has ended.
+    """
+
+    enqueued: int
+    completed: int
+
+
+def progress_of(backend: Any) -> Progress | None:
+    """Return a backend's progress; None where torch does not record it, or it made no call."""
+    dump = getattr(_distributed_c10d, "_dump_nccl_trace", None)
+    if dump is None or not hasattr(backend, "uid"):
+        return None
+    found = pickle.loads(dump(False, False, False)).get("pg_status", {}).get(str(backend.uid))
+    if not found:
+        return None
+    return Progress(int(found["last_enqueued_collective"]), int(found["last_completed_collective"]))
+
+
+def held_call(backend: Any, group: dist.ProcessGroup) -> int:
+    """Return the number of a collective that holds a thread, and that no device has; 0: none.
+
+    NCCL makes some connections within the first call that needs them, and torch counts the call
+    before.
+    """
+    number, progress = backend._get_sequence_number_for_group(), progress_of(backend)
+    if progress is None or number <= progress.enqueued or not is_called_on(group):
+        return 0
+    return int(number)
+
+
+def is_called_on(group: dist.ProcessGroup) -> bool:
+    """Whether a thread is within a function of torch.distributed on a group."""
+    for frame in sys._current_frames().values():
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_code.co_filename in _THAT_CALL and any(
+                each.f_locals.get(name) is group for name in ("group", "process_group", "pg")
+            ):
+                return True
+            each = each.f_back
+    return False
+
+
+_THAT_CALL = (c10d.__file__, torch.distributed.utils.__file__)
+"""Modules whose functions call groups, and none of the program's functions."""
+
+
+def has_call_under_way(backend: Any) -> bool | None:
+    """Whether a call of this rank has not ended; None where torch does not record it."""
+    progress = progress_of(backend)
+    if progress is not None:
+        return progress.enqueued != progress.completed
+    return None if backend._get_sequence_number_for_group() else False  # it was never used
 
 
 def can_suspend() -> bool:
@@ -200,40 +285,3 @@ def check_device(key: str, backend: str, kind: str) -> None:
             f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES')!r}); use gloo, or give "
             "it one"
         )
-
-
-_METHODS = ("alltoall_base", "all_to_all_single")  # torch 2.11 has the first, and later the other
-_groups: WeakSet[dist.ProcessGroup] = WeakSet()
-
-
-def fill_in_sizes(group: dist.ProcessGroup) -> None:
-    """Give an all-to-all without sizes on this group equal ones from now on.
-
-    Communicators do not block, so that connecting has a limit: NCCL answers "in progress", and
-    torch waits. `all_to_all_single` without sizes does not wait (seen in torch 2.11 with NCCL
-    2.28), and "NCCL operation in progress" is then an error. It can go when torch waits there.
-    """
-    _groups.add(group)
-    for name in _METHODS:
-        method = vars(dist.ProcessGroup).get(name)
-        if method is not None and not hasattr(method, "fills_in_sizes"):
-            mended = _filling(getattr(dist.ProcessGroup, name))
-            mended.fills_in_sizes = True  # type: ignore[attr-defined]
-            setattr(dist.ProcessGroup, name, mended)
-
-
-def _filling(method: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(method)
-    def call(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
-        if group in _groups and len(args) >= 4 and not args[2] and not args[3]:
-            output, given, _, _, *more = args
-            args = (output, given, _shares(output, group), _shares(given, group), *more)
-        return method(group, *args, **options)
-
-    return call
-
-
-def _shares(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
-    """Of equal ranks; none where it cannot be shared equally, which torch then says."""
-    each, rest = divmod(tensor.shape[0] if tensor.dim() else 0, group.size())
-    return [] if rest or not each else [each] * group.size()

@@ -18,9 +18,9 @@ from __future__ import annotations
 import pickle
 import re
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -30,11 +30,12 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.errors import GridDestroyedError, GroupSuspendedError
+from commgrid.errors import CommGridError, GridDestroyedError, GroupSuspendedError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import gloo as torch_gloo
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
+from commgrid.torch_compat.mesh import replace
 
 _CALLS = (
     "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced",
@@ -66,11 +67,17 @@ class StandIn(dist.ProcessGroup):
     Args:
         group: whose place it takes.
         why: what its errors say.
+        error: their class.
     """
 
-    def __init__(self, group: dist.ProcessGroup, why: str) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        why: str,
+        error: Callable[[str], CommGridError] = GroupSuspendedError,
+    ) -> None:
         super().__init__(group.rank(), group.size())  # type: ignore[call-arg]  # of Python's own
-        self.why = why
+        self.why, self.error = why, error
         self._name, self._description = group.group_name, group.group_desc
 
     @property
@@ -88,7 +95,7 @@ def _standing_in(name: str) -> Callable[..., Any]:
     def call(group: StandIn, *args: Any, **named: Any) -> Any:
         now = _now(group)
         if now is group:
-            raise GroupSuspendedError(group.why)
+            raise group.error(group.why)
         return getattr(now, name)(*args, **named)
 
     call.__name__ = name
@@ -115,25 +122,49 @@ def work_under_way(groups: Iterable[dist.ProcessGroup], seconds: float) -> dict[
     asked = {group.group_name: group for group in groups}
     on_device = any(_has_nccl(group) for group in asked.values())
     patience = min(timeouts().device if on_device else timeouts().moment, seconds)
-    until = time.monotonic() + patience
+    until, pause = time.monotonic() + patience, timeouts().poll
     while (found := _recorded(asked, on_device)) and time.monotonic() < until:
-        time.sleep(timeouts().poll)
+        time.sleep(pause)
+        pause = min(2 * pause, timeouts().moment)
     if on_device and not found:
         torch.cuda.synchronize(torch_nccl.rank_device())
     return found
 
 
 def _recorded(names: Collection[str], on_device: bool) -> dict[str, list[str]]:
-    dumps = [_bindings._dump_fr_trace(True, False, True)]
+    dumps = [_bindings._dump_fr_trace(True, False, False)]
     if on_device:
-        dumps.append(_bindings._dump_nccl_trace(True, False, True))
+        dumps.append(_bindings._dump_nccl_trace(True, False, False))
     found: dict[str, list[str]] = {}
-    for entry in (entry for dump in dumps for entry in pickle.loads(dump).get("entries", ())):
-        name, description = entry["process_group"]
-        if name in names and not entry["retired"] and entry["state"] != "completed":
-            operation = str(entry["profiling_name"]).rpartition(":")[2]
-            found.setdefault(description, []).append(operation)
+    for dump in dumps:
+        for description, operations in unfinished(pickle.loads(dump).get("entries", ()), names):
+            found.setdefault(description, []).extend(operations)
     return found
+
+
+def unfinished(
+    entries: Iterable[Mapping[str, Any]], names: Collection[str]
+) -> Iterator[tuple[str, list[str]]]:
+    """Yield the calls of a flight recorder that have not ended, with the group's description.
+
+    Of a batch torch completes the last entry alone, `coalesced`, which stands for all of them.
+
+    Args:
+        entries: of the recorder, in order, also those that have ended.
+        names: torch's names of the groups to look at.
+    """
+    batches: dict[tuple[str, bool, int], list[Mapping[str, Any]]] = {}
+    for entry in entries:
+        name = entry["process_group"][0]
+        if name in names:
+            number = entry["p2p_seq_id" if entry["is_p2p"] else "collective_seq_id"]
+            batches.setdefault((name, entry["is_p2p"], number), []).append(entry)
+    for batch in batches.values():
+        last = batch[-1]
+        if not last["retired"] and last["state"] != "completed":
+            operations = [str(each["profiling_name"]).rpartition(":")[2] for each in batch]
+            parts = [each for each in operations if each != "coalesced"]
+            yield last["process_group"][1], parts or operations
 
 
 # -- what torch does itself -----------------------------------------------------------------
@@ -155,7 +186,7 @@ def suspend(group: dist.ProcessGroup, why: str) -> None:
         group: one that `suspends_itself`.
         why: the error of collectives on it meanwhile.
     """
-    _on_connected(group, "suspend")
+    torch_groups.freed_by(partial(_on_connected, call="suspend"), group)
     follow_name(group)
     _answering[group] = StandIn(group, why)
     _answer(group.group_name, _answering[group])
@@ -219,6 +250,25 @@ def destroy_for_now(group: dist.ProcessGroup, why: str) -> StandIn:
     return made
 
 
+def keep_names(groups: Iterable[dist.ProcessGroup], why: str) -> None:
+    """Have torch find an error under the names of groups that are about to be ended.
+
+    Compiled functions keep the names, and torch would say that it knows none of them. The names of
+    the last call are kept, of earlier ones no more.
+    """
+    _ENDED[:] = [StandIn(group, why, GridDestroyedError) for group in groups]
+
+
+def answer_for_ended() -> None:
+    """Register what `keep_names` has made, now that the groups are gone."""
+    for each in _ENDED:
+        with suppress(RuntimeError):  # a group has this name again
+            _bindings._register_process_group(each.group_name, each)
+
+
+_ENDED: list[StandIn] = []
+
+
 def leave_place(stand_in: dist.ProcessGroup) -> None:
     """Takes a stand-in out of torch, so that a group of its name can be made, which it follows."""
     torch_groups.destroy_group(stand_in)
@@ -266,16 +316,16 @@ def _now(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 
 def _guard_calls() -> None:
-    """Has torch ask, before it calls a group, whether that was given up. It stays so."""
+    """Has torch ask, before it calls a group, whether that was given up; until `shutdown`."""
     if hasattr(dist.ProcessGroup.allreduce, "asks_if_given_up"):
         return
     for name in (*_CALLS, "_get_backend"):
         if hasattr(dist.ProcessGroup, name):
-            setattr(dist.ProcessGroup, name, _asking(name, getattr(dist.ProcessGroup, name)))
+            replace(dist.ProcessGroup, name, _asking(name, getattr(dist.ProcessGroup, name)))
     for name in _LOOK_UPS:
         looking = _looking(getattr(c10d, name))
         for module in (dist, c10d):
-            setattr(module, name, looking)
+            replace(module, name, looking)
 
 
 def _asking(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

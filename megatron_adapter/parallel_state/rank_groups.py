@@ -17,6 +17,7 @@ from commgrid.errors import GridNotInitializedError
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.groups import barrier
 from commgrid.torch_compat.peer_errors import as_peer_error
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
 from megatron_adapter.parallel_state.access import peek, write
@@ -322,9 +323,9 @@ def update_pg_timeout(timeout: timedelta, pg: dist.ProcessGroup | None = None) -
         # All ranks of an optimizer instance, then one of each: together all ranks of the grid.
         everyone = peek("_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
         others = peek("_INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP")
-    dist.barrier(everyone)
+    barrier(everyone)
     if others is not None:
-        dist.barrier(others)
+        barrier(others)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     for group in groups:

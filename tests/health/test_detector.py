@@ -159,9 +159,12 @@ class Counted:
 class Group:
     """A communicator that this test says has waited too long, or not."""
 
-    def __init__(self, name: str, ranks: list[int], calls: int, error: str) -> None:
+    def __init__(
+        self, name: str, ranks: list[int], calls: int, error: str,
+        waits: bool | None = None, held: int = 0,
+    ) -> None:  # fmt: skip
         self.name, self.ranks = name, ranks
-        self._calls, self._error = calls, error
+        self._calls, self._error, self._waits, self._held = calls, error, waits, held
 
     def calls(self) -> int:
         return self._calls
@@ -169,13 +172,21 @@ class Group:
     def error(self) -> str:
         return self._error
 
+    def held(self) -> int:
+        return self._held
 
-def watches(count: int, groups: dict[int, list[Group]]) -> tuple[Counted, list[Watch]]:
+    def waits(self) -> bool | None:
+        return self._waits
+
+
+def watches(
+    count: int, groups: dict[int, list[Group]], timeout: float = 30.0
+) -> tuple[Counted, list[Watch]]:
     store = Counted()
     made = [
         Watch(
             store,  # type: ignore[arg-type]  # as much of it as a watch uses
-            "grid", rank, range(count), timeout=30.0, address="127.0.0.1",
+            "grid", rank, range(count), timeout=timeout, address="127.0.0.1",
             communicators=groups.get(rank, []), wake=lambda *_: None,
         )
         for rank in range(count)
@@ -225,12 +236,81 @@ def test_no_answer_is_not_as_many_calls(answers: bool) -> None:
     """Rank 1 has made as many calls, and says so, or its thread stands still."""
     _, made = watches(2, {0: [Group("tp", [0, 1], 5, "timeout")], 1: [Group("tp", [0, 1], 5, "")]})
     if not answers:
-        made[1]._answer = lambda message: None  # type: ignore[method-assign]
+        made[1]._late_call.hear = lambda *_: None  # type: ignore[method-assign]
     said = made[0].read(60)
     assert said is not None
     every = "every member has made as many calls on it" in said
     silent = "rank 1 did not answer how many calls they have made" in said
     assert (every, silent) == (answers, not answers), said
+    for each in made:
+        each.close()
+
+
+def said_of(groups: dict[int, list[Group]], count: int, timeout: float = 30.0) -> str:
+    """What all ranks are told."""
+    _, made = watches(count, groups, timeout)
+    found = {each.read(60) for each in made}
+    for each in made:
+        each.close()
+    (said,) = found
+    assert said is not None
+    return said
+
+
+def test_of_equal_calls_the_member_that_waits_for_nothing_is_named() -> None:
+    """A late stage: messages are not counted, and all members had made as many calls."""
+    said = said_of({
+        0: [Group("pp", [0, 1, 2], 1, "", waits=False), Group("tp", [0, 3], 9, "", waits=False)],
+        1: [Group("pp", [0, 1, 2], 1, "timeout", waits=True)],
+        2: [Group("pp", [0, 1, 2], 1, "", waits=True)],
+    }, 4)  # fmt: skip
+    assert "a call or message on pp, for which rank 1 has waited 30 s after call 1" in said
+    assert "rank 0 waits for nothing; it is at" in said
+    assert "test_detector.py" in said
+
+
+def test_a_member_that_waits_elsewhere_is_not_named() -> None:
+    said = said_of({
+        0: [Group("pp", [0, 1], 1, "", waits=False), Group("tp", [0, 2], 9, "", waits=True)],
+        1: [Group("pp", [0, 1], 1, "timeout", waits=True)],
+    }, 3)  # fmt: skip
+    assert "every member has made as many calls on it" in said
+
+
+def test_a_member_that_cannot_say_whether_it_waits_is_not_named() -> None:
+    said = said_of({
+        0: [Group("pp", [0, 1], 1, "", waits=None)],
+        1: [Group("pp", [0, 1], 1, "timeout", waits=True)],
+    }, 2)  # fmt: skip
+    assert "every member has made as many calls on it" in said
+
+
+def test_a_call_that_no_device_has_got_is_late_as_well() -> None:
+    """NCCL connects a transport within the call, and torch's watchdog does not know of it."""
+    said = said_of({
+        0: [Group("dp", [0, 1], 4, "", held=4)],
+        1: [Group("dp", [0, 1], 3, "", waits=False)],
+    }, 2, timeout=2.0)  # fmt: skip
+    assert "rank 1 has not come to call 4 on dp, for which rank 0 has waited 2 s" in said
+
+
+def test_a_call_that_is_held_for_a_while_is_not_late() -> None:
+    _, made = watches(2, {0: [Group("dp", [0, 1], 4, "", held=4)]}, 3000.0)
+    seen = made[0]._late_call
+    until(lambda: seen._held is not None, "the held call is seen")
+    made[0]._communicators[0]._held = 0  # type: ignore[attr-defined]
+    until(lambda: seen._held is None, "and that it is over")
+    for each in made:
+        assert each.failure is None
+        each.close()
+
+
+def test_ranks_are_asked_where_they_are() -> None:
+    _, made = watches(3, {})
+    assert "it is at test_detector.py" in made[0].where([2])
+    both = made[0].where([1, 2])
+    assert "rank 1 is at test_detector.py" in both
+    assert "rank 2 is at" in both
     for each in made:
         each.close()
 
