@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[2]
 USED = """
     import importlib, sys
     import torch, torch.distributed as dist
+    import torch._dynamo  # which replaces torch.manual_seed
     import torch.distributed.tensor
     from torch import nn
 
