@@ -26,6 +26,8 @@ from commgrid.torch_compat.world import is_initialized, world_rank
 
 __all__ = ["is_on", "save", "start", "stop", "summary"]
 
+_kept: list[recorder.Recorder] = []  # of the last recording, once it has ended
+
 
 def start(capacity: int = recorder.CAPACITY) -> None:
     """Begins to record this process's calls; while it records already, nothing changes.
@@ -36,6 +38,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     if recorder.current() is not None:
         return
     started = recorder.start(capacity)
+    _kept[:] = [started]
     if is_initialized():
         started.set_rank(world_rank())
     for grid in live_grids():
@@ -44,8 +47,10 @@ def start(capacity: int = recorder.CAPACITY) -> None:
 
 
 def stop() -> None:
-    """End recording, as `commgrid.shutdown` does. The records stay until the next one ends."""
-    recorder.stop()
+    """End recording. The records stay until the next start."""
+    stopped = recorder.stop()
+    if stopped is not None:
+        _kept[:] = [stopped]
     remote.follow()
 
 
@@ -64,7 +69,7 @@ def recorded() -> Trace:
 
 
 def _recorder() -> recorder.Recorder:
-    found = recorder.last()
+    found = recorder.current() or next(iter(_kept), None)
     if found is None:
         raise CommGridError(
             "nothing was recorded; commgrid.initialize(trace=True), COMMGRID_TRACE=1 or "

@@ -254,7 +254,6 @@ class Recorder:
 
 
 _current: list[Recorder] = []
-_last: list[Recorder] = []  # of the last recording, once it has ended
 
 
 def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]]) -> None:
@@ -273,6 +272,7 @@ def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]
     recorder = start() if asked or is_on else current()
     if recorder is None:
         return
+    torch_calls.listen(recorder)  # it may have rested since the last grid
     recorder.meet(rank, members())
     if folder is not None:
         try:
@@ -307,7 +307,7 @@ def start(capacity: int = CAPACITY) -> Recorder:
     """Begin to record, or go on if there is a recorder."""
     if not _current:
         _current.append(Recorder(capacity))
-        torch_calls.listen(_current[0])
+    torch_calls.listen(_current[0])
     return _current[0]
 
 
@@ -316,13 +316,13 @@ def stop() -> Recorder | None:
     if not _current:
         return None
     torch_calls.stop(_current[0])
-    _last[:] = [_current.pop()]
-    return _last[0]
+    return _current.pop()
 
 
-def last() -> Recorder | None:
-    """Return this process's recorder, or if it does not record now, the one that has ended last."""
-    return next(iter((*_current, *_last)), None)
+def rest() -> None:
+    """Hear no calls until the next grid; torch is left as it was, and the recorder goes on then."""
+    if _current:
+        torch_calls.stop(_current[0])
 
 
 def current() -> Recorder | None:

@@ -426,5 +426,5 @@ def end(failed: bool, at_exit: bool = False) -> None:
             grid._destroy_at_exit() if at_exit else grid.destroy()
     finally:
         _registry.stop_world()
-        recorder.stop()
+        recorder.rest()
         put_back()

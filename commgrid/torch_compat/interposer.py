@@ -183,10 +183,11 @@ _replaced: dict[tuple[Any, str], Replaced] = {}
 
 
 def listen(listener: Listener) -> None:
-    """Tells a listener of every call from now on."""
+    """Tells a listener of every call from now on; one that hears already, no more often."""
     global _listeners
     with _lock:
-        _listeners = (*_listeners, listener)
+        if not any(each is listener for each in _listeners):
+            _listeners = (*_listeners, listener)
         _put_in_place()
 
 

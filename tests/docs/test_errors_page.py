@@ -75,11 +75,19 @@ FILLED_IN = {
         "no rank has a state in memory of grid … (checkpoint.keep keeps some), and …; start again",
     ],
     "CommGridError: …: …": ["…: …"],
-    "GroupSuspendedError: …": ["… is suspended; call grid.resume() on all ranks of the grid first"],
+    "PeerFailedError: …": ["rank … is gone: its process has ended"],
 }
 """Errors of which little stands where they are raised: the rows of what they are filled in with."""
 
 BY_NO_CALL = [
+    "… is suspended; call grid.resume() on all ranks of the grid first",
+    "this is a communicator of grid … before it was rebuilt",
+    "…; grid … is of no use since",
+    "… did not come to the first call on … within … s",
+    "rank … came too late to the first call on …",
+    "rank … came to the first call on …, and did not write the id to connect by within … s",
+    "the store has ended before the first call on … (…)",
+    "a call or message on …, for which rank … has waited … s after call …, did not end: …",
     "grid …: … did not arrive within startup_timeout",
     "grid …: … did not get as far as …",
     "grid …: … have all come, and …",

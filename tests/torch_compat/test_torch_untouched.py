@@ -123,6 +123,7 @@ def used() -> tuple[list[str], list[Any]]:
         for key, value in then.items()
         if callable(value) and vars(owner).get(key) is not value
     ]
+    commgrid.trace.stop()
     return changed, [calls, commgrid.trace.summary().count("all_reduce")]
 
 
@@ -159,6 +160,7 @@ def test_a_listener_of_ones_own_hears_on() -> None:
             assert listener.calls == count
     finally:
         interposer.stop(listener)
+        commgrid.trace.stop()
 
 
 def test_a_method_that_another_library_has_wrapped_meanwhile(
