@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import _thread
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -30,6 +32,13 @@ _OWED: WeakKeyDictionary[Any, Asked] = WeakKeyDictionary()
 _LOST: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 """Of a store whose server has closed the connection, torch's error. torch's client does not connect
 again, and logs some twenty lines of C++ for each further call."""
+
+PAUSES_GROW = 1.5
+"""Pauses between two looks at a key, each beside the one before."""
+
+_MISSING = b"\x00missing"
+"""No key holds this value: compare and set with it reads a key, and does not wait as torch's `get`
+does, if the key was deleted meanwhile."""
 
 
 class NoThreadError(RuntimeError):
@@ -99,24 +108,70 @@ class PatientStore:
     def delete_key(self, key: str) -> bool:
         return bool(self._ask("delete_key", key))
 
+    def delete_keys(self, keys: Iterable[str]) -> None:
+        """Delete keys, present or not."""
+        self._told_if_lost(lambda: [self.raw.delete_key(key) for key in keys])
+
+    def read(self, key: str) -> bytes | None:
+        """Return a key's value, None if it is missing."""
+        return self._told_if_lost(lambda: self._value(key))
+
+    def look(self, key: str, seconds: float) -> bytes | None:
+        """Look for a key until it is there: its value, or None if that takes longer.
+
+        One thread looks again and again: to have each look made by another costs more than a look.
+        """
+        ended, until = threading.Event(), time.monotonic() + seconds
+
+        def look() -> bytes | None:
+            pause = timeouts().poll
+            while (found := self._value(key)) is None:
+                left = until - time.monotonic()
+                if left <= 0 or ended.wait(min(pause, left, timeouts().beat)):
+                    break
+                pause *= PAUSES_GROW
+            return found
+
+        try:
+            return self._told_if_lost(look, seconds)
+        finally:
+            ended.set()  # the caller was interrupted
+
+    def _value(self, key: str) -> bytes | None:
+        # Compare and set alone would wake all ranks that wait for a missing key.
+        if not self.raw.check([key]):
+            return None
+        found = bytes(self.raw.compare_set(key, _MISSING, _MISSING))
+        return None if found == _MISSING else found  # deleted meanwhile
+
     def clone(self) -> Any:
         """A further connection, which is torch's own."""
-        return self._ask("clone")
+        self._check_lost()
+        return self.during(self.raw.clone)  # an error of it is not of this connection
 
     def _ask(self, name: str, *args: Any) -> Any:
-        if self._client in _LOST:
-            raise dist.DistNetworkError(_LOST[self._client])
+        return self._told_if_lost(lambda: getattr(self.raw, name)(*args))
+
+    def _told_if_lost(self, call: Callable[[], Answer], lasts: float = 0.0) -> Answer:
+        """Run a call over this connection; where it is lost, no later one is made."""
+        self._check_lost()
         try:
-            return self.during(lambda: getattr(self.raw, name)(*args))
+            return self.during(call, lasts)
         except SilentStoreError:
             raise
         except dist.DistNetworkError as error:
-            if name != "clone":  # which makes a connection of its own
-                _LOST[self._client] = str(error)
+            _LOST[self._client] = str(error)
             raise
 
-    def during(self, call: Callable[[], Answer]) -> Answer:
+    def _check_lost(self) -> None:
+        if self._client in _LOST:
+            raise dist.DistNetworkError(_LOST[self._client])
+
+    def during(self, call: Callable[[], Answer], lasts: float = 0.0) -> Answer:
         """Run a call of torch's that asks this store, and return its result.
+
+        Args:
+            lasts: seconds that it takes by itself.
 
         Raises:
             SilentStoreError: it has not returned in time, or an earlier one has not yet.
@@ -127,7 +182,7 @@ class PatientStore:
             _OWED[self._client] = owed
             raise SilentStoreError(what)
         asked = Asked(call)
-        if not asked.is_over(self._patience()):
+        if not asked.is_over(self._patience() + lasts):
             _OWED[self._client] = asked
             raise SilentStoreError(what)
         return cast(Answer, asked.answer())

@@ -23,9 +23,6 @@ from commgrid.store.key_wait import Line, seconds_until
 
 Result = TypeVar("Result")
 
-_MISSING = b"\x00missing"
-"""No key holds this value: compare and set with it reads a key, and does not wait as torch's `get`
-does, if the key was deleted meanwhile."""
 _FEW_KEYS = 64
 
 
@@ -94,8 +91,7 @@ class StoreDriver:
             case WaitKey(key, until):
                 return self._wait(key, until)
             case Drop(keys):
-                for key in keys:
-                    self.store.delete_key(key)
+                self.store.delete_keys(keys)
             case Now():
                 return time.monotonic()
         return None
@@ -104,22 +100,13 @@ class StoreDriver:
         # Torch's `multi_get` waits for a key that is deleted meanwhile.
         if (stay and keys) or (len(keys) > _FEW_KEYS and self.store.check(list(keys))):
             return tuple(self.store.multi_get(list(keys)))
-        return tuple(self._read(key) for key in keys)
-
-    def _read(self, key: str) -> bytes | None:
-        # Compare and set alone would wake all ranks that wait for a missing key.
-        return self._value(key) if self.store.check([key]) else None
-
-    def _value(self, key: str) -> bytes | None:
-        """Read a key that was seen; it may be deleted since."""
-        found = self.store.compare_set(key, _MISSING, _MISSING)  # type: ignore[arg-type]
-        return None if found == _MISSING else found
+        return tuple(self.store.read(key) for key in keys)
 
     def _wait(self, key: str, until: float) -> bytes | None:
         while True:
             came = self._line.within(key, seconds_until(until))
             # Not read yet; or it was deleted, or another rank has ended its wait for it, which
             # ends all. If the time is up, it may have come just now.
-            found = came or self._read(key)
+            found = came or self.store.read(key)
             if found is not None or came is None:
                 return found

@@ -21,13 +21,12 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from commgrid.rendezvous.timeouts import timeouts
-from commgrid.store.client import Asked, NoThreadError, PatientStore, served
+from commgrid.store.client import PAUSES_GROW, Asked, NoThreadError, PatientStore, served
 
 _NO_LIMIT = timedelta(days=1000)  # of a wait, which is ended in another way
 # So few ranks come within moments of each other. They look a few times, with growing pauses, before
 # they wait: a connection costs more. More ranks would keep the store's server busy.
 _FEW_RANKS = 64
-_PAUSES_GROW = 1.5
 _NOTHING = "\x00nothing"
 """A value that no key ever holds, so that a compare-and-set with it changes nothing."""
 
@@ -76,9 +75,8 @@ class Line:
         """Wait for a key.
 
         Returns:
-            Its value, once for each time that it came; empty if the caller must read it, since it
-            was only seen, or the wait was ended elsewhere; None if the key has not come within so
-            many seconds.
+            Its value, once for each time that it came; empty if the caller must read it, since
+            the wait was ended elsewhere; None if the key has not come within so many seconds.
 
         Raises:
             RuntimeError: the store is gone.
@@ -88,33 +86,23 @@ class Line:
         if _process_ends and threading.current_thread() is not threading.main_thread():
             raise dist.DistNetworkError("this process is ending")
         if _process_ends or not self._ends_waits:
-            return b"" if self._looks(key, seconds) else None
+            return self._asked.look(key, seconds)
         last = self._waits[-1] if self._waits else None
         if last is None or last.key != key or last.is_read:
             for wait in self._waits:
                 wait.end()
             # At least once: a server that has ended is an error at once on this connection.
-            if self._looks(key, min(self._look_seconds, seconds)):
-                return b""
+            found = self._asked.look(key, min(self._look_seconds, seconds))
+            if found is not None:
+                return found
             store = self._connection()
             self._waits = [wait for wait in self._waits if wait.store is not store]
             try:
                 last = _Wait(store, key, self._store)
             except NoThreadError:
-                return b"" if self._looks(key, seconds_until(until)) else None
+                return self._asked.look(key, seconds_until(until))
             self._waits.append(last)
         return last.within(seconds_until(until))
-
-    def _looks(self, key: str, seconds: float) -> bool:
-        """Whether the key is seen within so many seconds, on the store's own connection."""
-        until, pause = time.monotonic() + seconds, timeouts().poll
-        while not self._asked.check([key]):
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            time.sleep(min(pause, left, timeouts().beat))
-            pause *= _PAUSES_GROW
-        return True
 
     def _connection(self) -> Any:
         """One that no wait holds."""
@@ -206,7 +194,7 @@ class _Wait:
             while not self.is_over() and time.monotonic() < until:
                 asking.compare_set(self.key, _NOTHING, _NOTHING)
                 self.is_over(pause)  # the wait, just begun, may come to the server after this
-                pause *= _PAUSES_GROW
+                pause *= PAUSES_GROW
         self.is_over(seconds_until(until))
 
 
