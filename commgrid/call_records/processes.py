@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import tempfile
 import time
@@ -63,7 +62,7 @@ def is_caught(pid: int) -> bool:
         return True
     status = Path(f"/proc/{pid}/status")
     text = status.read_text(errors="replace") if status.exists() else ""
-    masks = re.findall(r"^SigCgt:\s*(\w+)", text, re.M)
+    masks = (line.split()[1] for line in text.splitlines() if line.startswith("SigCgt:"))
     return any(int(mask, 16) >> (signal.SIGUSR1 - 1) & 1 for mask in masks)
 
 

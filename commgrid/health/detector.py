@@ -231,9 +231,8 @@ def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
     """
     if len(spec.grid_ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
         return False
-    kinds = {
-        k for d in spec.definitions.values() for k in torch_groups.nccl_kinds(backend, d.options)
-    }
+    given = {definition.options for definition in spec.definitions.values()}
+    kinds = {kind for options in given for kind in torch_groups.nccl_kinds(backend, options)}
     fatal = torch_nccl.ending_at_abort(kinds)
     if asked and fatal:
         raise SpecError(

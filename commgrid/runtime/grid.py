@@ -90,8 +90,9 @@ class HyperCommGrid(LiveGroups):
         if torch_world.world_backend() != torch_world.FAKE:
             torch_world.check_backend("backend", backend)
             for definition in self._plan.created.values():
-                key = f"groups.{definition.name}.backend"
-                torch_world.check_backend(key, definition.options.backend)
+                if definition.options.backend is not None:
+                    key = f"groups.{definition.name}.backend"
+                    torch_world.check_backend(key, definition.options.backend)
             check_limits(self._plan, backend or torch_world.world_backend())
         described = self._spec.to_dict()
         described.pop("ranks", None)  # which the rendezvous compares itself, in fewer words

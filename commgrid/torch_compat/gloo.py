@@ -14,9 +14,11 @@ others a fifth, so that a rank that died before it ever talked is an error withi
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -137,7 +139,25 @@ def _lazy_devices() -> list[Any]:
     names = os.environ.get("GLOO_SOCKET_IFNAME", "")
     if len(names) > 1:
         return [_Gloo.create_device(interface=name, lazy_init=True) for name in names.split(",")]
+    own = _own_address()
+    if own:
+        return [_Gloo.create_device(hostname=own, lazy_init=True)]
     return [_Gloo.create_default_device(lazy_init=True)]
+
+
+@cache
+def _own_address() -> str:
+    """The first address of this host's name that is its own, as torch finds it; "": there is none.
+
+    torch looks the name up twice for each device, at a name server where no file has it.
+    """
+    name = os.fsencode(socket.gethostname())  # for text Python loads its codec of domain names
+    with suppress(OSError):
+        for kind, *_, where in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM):
+            with suppress(OSError), socket.socket(kind) as probe:
+                probe.bind(where)
+                return str(where[0])
+    return ""
 
 
 def _world_devices() -> list[Any]:
