@@ -251,11 +251,11 @@ def as_ranks(ranks: object) -> range | RankTuple:
     """
     if isinstance(ranks, str):
         return as_ranks(parse_ranks(ranks))
-    if isinstance(ranks, Mapping):
-        return as_ranks(_span(ranks))
     if isinstance(ranks, range) and ranks and ranks.step > 0 and ranks[0] >= 0:
         _refuse_above(ranks, ranks[-1])
         return range(ranks[0], ranks[-1] + 1, ranks.step if len(ranks) > 1 else 1)
+    if isinstance(ranks, Mapping):  # asked last: Python looks through every kind of mapping
+        return as_ranks(_span(ranks))
     listed = check_ranks("ranks", ranks)
     step = listed[1] - listed[0] if len(listed) > 1 else 1
     even = range(listed[0], listed[-1] + 1, step) if step > 0 else range(0)

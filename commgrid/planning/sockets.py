@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
@@ -117,6 +118,7 @@ def _kinds(backend: str) -> set[str]:
     return {"nccl" if name.startswith("nccl") else name for name in names}  # torch has several
 
 
+@cache
 def _of_group(size: int, backend: str, connect: bool) -> tuple[Need, Need]:
     start, most = Need(), Need()
     kinds = _kinds(backend)
@@ -155,7 +157,7 @@ def check_limits(plan: GroupPlan, backend: str) -> None:
         SpecError: the limit is too low; names the groups that need most.
     """
     found = needs(plan, backend)
-    need = total(found)[0].files
+    need = _STORE.files + sum(each.start.files for each in found)
     try:
         import resource
 
