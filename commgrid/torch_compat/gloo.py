@@ -2,8 +2,8 @@
 
 torch makes a gloo group by connecting all pairs of its ranks. Here a group gets a device of its own
 that connects lazily: each rank writes one key to the store, its address, reads none, and does not
-wait. torch passes options to plug-ins only, so gloo is registered as a plug-in while the group is
-made; the result is torch's own gloo group.
+wait. torch's function for new groups takes no options for gloo, so the group is put together here,
+with torch's own gloo backend; other backends of the group are torch's to make.
 
 Of a pair of ranks one connects and the other waits for it, up to five times the seconds gloo knows
 when it is made (gloo's `Pair::waitUntil`); those seconds are also what a send or receive may take.
@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, _register_process_group
 from torch.distributed import distributed_c10d as c10d
 
 CONNECTING = 5
 """How many times its timeout gloo waits for a rank that should connect."""
 
 _NEVER_SENT = 0x7E57  # a tag
-_PLUGIN = "commgrid_gloo"
 _Gloo: Any = getattr(c10d, "ProcessGroupGloo", None)  # torch's types leave out what is private
 
 
@@ -39,58 +37,74 @@ def can_be_lazy() -> bool:
     return bool(dist.is_gloo_available() and c10d.get_debug_level() != c10d.DebugLevel.DETAIL)
 
 
-@contextmanager
-def instead_of_gloo(
-    config: c10d.BackendConfig, timeout: timedelta, connect: bool
-) -> Iterator[c10d.Backend]:
-    """Within it, torch makes a lazy gloo group under the backend's name that this yields.
+def beside(config: c10d.BackendConfig) -> c10d.Backend | None:
+    """Return the backends of a group that are not gloo, for torch to make; None: gloo alone."""
+    kinds = config.get_device_backend_map().items()
+    rest = ",".join(f"{on}:{kind}" for on, kind in kinds if kind != "gloo")
+    return c10d.Backend(rest) if rest else None
+
+
+def make_backend(
+    name: str,
+    ranks: list[int],
+    store: Any,
+    config: c10d.BackendConfig,
+    timeout: timedelta,
+    connect: bool,
+) -> Any:
+    """A gloo backend of a group whose pairs of ranks connect when they first talk.
 
     Args:
+        name: of the group.
+        ranks: global ranks in the group's order.
+        store: where they meet.
         config: the backends, gloo among them.
         timeout: how long a collective of the group may take.
         connect: whether the caller is going to connect it at once.
     """
-
-    def create(given: Any, _: Any) -> Any:
-        options = _Gloo._Options()
-        alone = given.group_size == 1
-        options._devices = _world_devices() if alone else []
-        options._devices = options._devices or _lazy_devices()
-        # One thread runs the collectives one after the other; two of a group rarely overlap.
-        options._threads = (2 if connect else 1) * len(options._devices)
-        options._timeout = timeout if connect or alone else timeout / CONNECTING
-        options.global_ranks_in_group = list(given.global_ranks_in_group)
-        options.group_name = given.group_id
-        store = HashStore() if alone else given.store
-        return _Gloo(store, given.group_rank, given.group_size, options)
-
-    _let_gloo_record()
-    names = c10d.Backend._plugins
-    names[_PLUGIN.upper()] = c10d.Backend._BackendPlugin(create, True)
-    try:
-        kinds = config.get_device_backend_map().items()
-        yield c10d.Backend(
-            ",".join(f"{on}:{_PLUGIN if kind == 'gloo' else kind}" for on, kind in kinds)
-        )
-    finally:
-        # Not for longer: torch gives other groups no default backend while there is a plug-in.
-        del names[_PLUGIN.upper()]
+    options, alone = _Gloo._Options(), len(ranks) == 1
+    options._devices = _world_devices() if alone else []
+    options._devices = options._devices or _lazy_devices()
+    # One thread runs the collectives one after the other; two of a group rarely overlap.
+    options._threads = (2 if connect else 1) * len(options._devices)
+    options._timeout = timeout if connect or alone else timeout / CONNECTING
+    options.global_ranks_in_group, options.group_name = ranks, name
+    if alone:
+        return _Gloo(HashStore(), 0, 1, options)
+    kinds = config.get_device_backend_map().items()
+    device = next(on for on, kind in kinds if kind == "gloo")
+    kept = PrefixStore(f"{device}/", PrefixStore(f"{name}/", store))
+    return _Gloo(kept, ranks.index(dist.get_rank()), len(ranks), options)
 
 
-def _let_gloo_record() -> None:
-    """gloo feeds torch's flight recorder itself; torch 2.15 would have plug-ins watched as well."""
-    known: set[str] | None = getattr(c10d, "_FR_SELF_RECORDING_BACKENDS", None)
-    if known is not None:
-        known.add(_PLUGIN)
+def empty_group(name: str, description: str, ranks: list[int], store: Any) -> dist.ProcessGroup:
+    """A group without a backend, which torch knows as it knows those that it makes.
+
+    Args:
+        name, ranks, store: as for `make_backend`.
+        description: what torch's logs call it.
+    """
+    kept, known, world = PrefixStore(f"{name}/", store), c10d.GroupName(name), c10d._world
+    group = dist.ProcessGroup(kept, ranks.index(dist.get_rank()), len(ranks))
+    group._set_group_name(known)
+    group._set_group_desc(description)
+    _register_process_group(known, group)
+    world.pg_map[group] = (c10d.Backend(c10d.Backend.UNDEFINED), kept)
+    world.pg_names[group] = known
+    world.pg_to_tag[group] = f"ptd:{name}"
+    for tag in ("", world.pg_to_tag[group]):
+        world.tags_to_pg.setdefault(tag, []).append(group)
+    return group
 
 
-def adopt(group: dist.ProcessGroup, chosen: c10d.Backend, config: c10d.BackendConfig) -> None:
-    """Makes torch take a group made within `instead_of_gloo` for what it is."""
+def add(
+    group: dist.ProcessGroup, backend: Any, chosen: c10d.Backend, config: c10d.BackendConfig
+) -> None:
+    """Give a group its gloo backend, on all devices that `config` names gloo for."""
     gloo = dist.ProcessGroup.BackendType.GLOO
     kinds = config.get_device_backend_map()
     for device, kind in kinds.items():
         if kind == "gloo":
-            backend = group._get_backend(torch.device(device))
             group._register_backend(torch.device(device), gloo, backend)
     if "nccl" not in kinds.values():
         group._set_default_backend(gloo)

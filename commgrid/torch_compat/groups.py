@@ -96,44 +96,49 @@ def create_group(
     # others for as long as a collective may take.
     waits = "gloo" in kinds and not lazy
     meeting_limit = timedelta(seconds=startup_timeout) if waits else limit
-    store: Any = PrefixStore(prefix, world_store()) if prefix else world_store()
-    given = store
     on_nccl = bool(kinds & {*torch_nccl.NAMES})
     if on_nccl and backend_options is None:
         backend_options = torch_nccl.make_options(options, kinds, meeting_limit)
+    torchs = torch_gloo.beside(config) if lazy else parsed  # what its function for groups makes
+    # WORLD's, before that is taken away.
+    device = None if torchs is None else torch_nccl.device_for(kinds)
+    store: Any = PrefixStore(prefix, world_store()) if prefix else world_store()
+    gate = None
     if on_nccl and len(members) > 1:
-        startup = startup_timeout if connect else None
-        given = Gate(
-            store, name, description, dist.get_rank(), members, limit.total_seconds(), startup,
-            hearing,
+        gate = Gate(
+            store, name, description, dist.get_rank(), members, limit.total_seconds(),
+            startup_timeout if connect else None, hearing,
         )  # fmt: skip
-    device = torch_nccl.device_for(kinds)  # WORLD's, before that is taken away
-    naming = torch_gloo.instead_of_gloo(config, limit, connect) if lazy else nullcontext(parsed)
     # Where creation waits for others, two threads must not wait for each other as well.
-    with nullcontext() if waits else _CREATING, _unbound(world), naming as named:
-        made, _ = c10d._new_process_group_helper(
-            len(members),
-            members.index(dist.get_rank()),
-            members,
-            named,
-            given,
-            c10d.GroupName(name),
-            backend_options=backend_options,
-            timeout=meeting_limit,
-            device_id=device,
-            group_desc=description,
-        )
+    with nullcontext() if waits else _CREATING, _unbound(world):
+        gloo = None
+        if lazy:
+            gloo = torch_gloo.make_backend(name, members, store, config, limit, connect)
+        if torchs is None:
+            made: object = torch_gloo.empty_group(name, description, members, store)
+        else:
+            made, _ = c10d._new_process_group_helper(
+                len(members),
+                members.index(dist.get_rank()),
+                members,
+                torchs,
+                gate or store,
+                c10d.GroupName(name),
+                backend_options=backend_options,
+                timeout=meeting_limit,
+                device_id=device,
+                group_desc=description,
+            )
         if not isinstance(made, dist.ProcessGroup):  # its NON_GROUP_MEMBER
             raise CommGridError(f"{description}: torch's backend {chosen!r} made no group")
         group: dist.ProcessGroup = made
-        if isinstance(given, Gate):
-            _GATES[group] = given
+        if gloo is not None:
+            torch_gloo.add(group, gloo, parsed, config)
+        if gate is not None:
+            _GATES[group] = gate
             # What Python reads there, as gloo's addresses, is for no gate.
-            c10d._world.pg_map[group] = (
-                c10d._world.pg_map[group][0], PrefixStore(f"{name}/", store)
-            )  # fmt: skip
-        if lazy:
-            torch_gloo.adopt(group, parsed, config)
+            kept = c10d._world.pg_map[group][0], PrefixStore(f"{name}/", store)
+            c10d._world.pg_map[group] = kept
         places: Any = (
             _Places(ranks)
             if isinstance(ranks, RankSet)

@@ -70,6 +70,7 @@ def test_gloo_is_not_recorded_twice() -> None:
 
 def refused() -> None:
     dist.init_process_group("gloo")
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # torch then makes the groups on gloo, too
     c10d._new_process_group_helper = lambda *_, **__: (dist.GroupMember.NON_GROUP_MEMBER, None)
     with pytest.raises(CommGridError, match=r"tp: torch's backend 'gloo' made no group"):
         commgrid.initialize(tp=2)
