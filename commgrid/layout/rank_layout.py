@@ -128,6 +128,12 @@ class RankLayout:
     def _modes(self) -> tuple[Mode, ...]:
         return tuple(mode for axis in self.axes for mode in axis.modes)
 
+    @cached_property
+    def _falling(self) -> tuple[Mode, ...]:
+        """The modes that can have an index above 0, by falling stride."""
+        real = {mode for mode in self._modes if mode.size > 1}
+        return tuple(sorted(real, key=lambda m: m.stride, reverse=True))
+
     @property
     def shape(self) -> dict[str, int]:
         """Axis name to size, fastest-varying first."""
@@ -177,9 +183,8 @@ class RankLayout:
     def _coordinate_at(self, place: int) -> dict[str, int]:
         # Nested modes (checked at construction): dividing by falling strides peels each digit.
         digits, remainder = {}, place - self.offset
-        for mode in sorted(set(self._modes), key=lambda m: m.stride, reverse=True):
-            if mode.size > 1:
-                digits[mode], remainder = divmod(remainder, mode.stride)
+        for mode in self._falling:
+            digits[mode], remainder = divmod(remainder, mode.stride)
         coordinate = {}
         for axis in self.axes:
             index, weight = 0, 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from commgrid.errors import SpecError
@@ -62,20 +63,20 @@ class Region:
         axes = " · ".join(f"{axis} {'as ' * isinstance(n, str)}{n}" for axis, n in self.sizes)
         return f"{self.name:7} {axes}   (fastest first)"
 
-    @property
+    @cached_property
     def axes(self) -> tuple[str, ...]:
         return tuple(axis for axis, _ in self.sizes)
 
-    @property
+    @cached_property
     def numbers(self) -> tuple[tuple[str, int], ...]:
         """Axis and size, with -1 for every size that is not known yet."""
         return tuple((axis, size if isinstance(size, int) else -1) for axis, size in self.sizes)
 
-    @property
+    @cached_property
     def is_resolved(self) -> bool:
         return all(size > 0 for _, size in self.numbers)
 
-    @property
+    @cached_property
     def product(self) -> int:
         return math.prod(size for _, size in self.numbers)
 

@@ -417,8 +417,11 @@ class GridSpec:
             raise SpecError(f"ranks={listed_ranks(covered)}: the world has only ranks 0-{size - 1}")
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
+        regions = (dense, *rest)
         everyone = ranks is None and self.ranks is None
-        return replace(self, regions=(dense, *rest), ranks=None if everyone else covered)
+        if regions == self.regions and (everyone or covered == self.ranks):
+            return self  # with what it has worked out already
+        return replace(self, regions=regions, ranks=None if everyone else covered)
 
     # -- writing it ---------------------------------------------------------------------
 
