@@ -31,7 +31,7 @@ class StoreDriver:
 
     Args:
         store: a `torch.distributed.Store`.
-        among: number of ranks that wait for each other; a few look for a moment before they wait.
+        among: number of ranks that wait for each other; a few look for a while before they wait.
         patience: returns the seconds that one operation may take; None: `Timeouts.answer`.
         line: to wait on, over the same store; None: one of its own.
     """

@@ -24,8 +24,8 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import PAUSES_GROW, Asked, NoThreadError, PatientStore, served
 
 _NO_LIMIT = timedelta(days=1000)  # of a wait, which is ended in another way
-# So few ranks come within moments of each other. They look a few times, with growing pauses, before
-# they wait: a connection costs more. More ranks would keep the store's server busy.
+# So few ranks come soon after each other. They look a few times, with growing pauses, before they
+# wait: a connection costs more. More ranks would keep the store's server busy.
 _FEW_RANKS = 64
 _NOTHING = "\x00nothing"
 """A value that no key ever holds, so that a compare-and-set with it changes nothing."""
@@ -46,7 +46,7 @@ class Line:
 
     Args:
         store: where to ask.
-        among: how many ranks wait for each other; few look for a moment before they wait.
+        among: how many ranks wait for each other; few look for a while before they wait.
         reuse: whether its connections stay open for the next line over this store.
     """
 
@@ -55,7 +55,7 @@ class Line:
         self._asked = PatientStore(store, lambda: self._patience)
         self._store = self._asked.raw
         self._ends_waits = getattr(served(store), "libuvBackend", False)
-        self._look_seconds = timeouts().moment if among <= _FEW_RANKS else 0.0
+        self._look_seconds = timeouts().unseen if among <= _FEW_RANKS else 0.0
         self._waits: list[_Wait] = []
 
     def close(self) -> None:

@@ -37,6 +37,7 @@ def can_be_lazy() -> bool:
     return bool(dist.is_gloo_available() and c10d.get_debug_level() != c10d.DebugLevel.DETAIL)
 
 
+@cache
 def beside(config: c10d.BackendConfig) -> c10d.Backend | None:
     """Return the backends of a group that are not gloo, for torch to make; None: gloo alone."""
     kinds = config.get_device_backend_map().items()
