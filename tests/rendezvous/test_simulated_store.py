@@ -15,6 +15,7 @@ from torch.distributed import FileStore, HashStore, TCPStore  # type: ignore[att
 
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Op, Protocol, Put, StoreLostError, WaitKey
 from commgrid.store.driver import StoreDriver
+from tests.mortal import CountingStore
 from tests.rendezvous.simulator import SimulatedStore
 from tests.waiting import stop
 
@@ -107,17 +108,17 @@ def test_reading_a_missing_key_wakes_nobody() -> None:
 
 def test_a_key_that_comes_and_goes_is_waited_for_again() -> None:
     """The waiting rank was slow to read it; torch's `get` would hold its connection."""
-    store = HashStore()
-    driver, read = StoreDriver(store, 2), []
+    store, read = HashStore(), []
 
-    def slow(key: str) -> bytes | None:
-        if not read:
-            store.delete_key(key)
-            threading.Timer(0.2, lambda: store.set(key, "again")).start()
-        read.append(key)
-        return StoreDriver._value(driver, key)
+    class Slow(CountingStore):
+        def compare_set(self, key: str, old: bytes, new: bytes) -> bytes:
+            if not read:
+                store.delete_key(key)
+                threading.Timer(0.2, lambda: store.set(key, "again")).start()
+            read.append(key)
+            return store.compare_set(key, old, new)  # type: ignore[arg-type]
 
-    driver._value = slow  # type: ignore[method-assign]
+    driver = StoreDriver(Slow(store), 2)
     store.set("key", "first")
     assert driver.run(asked([WaitKey("key", time.monotonic() + 60.0)])) == [b"again"]
     driver.close()

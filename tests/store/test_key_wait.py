@@ -156,7 +156,7 @@ def waits():
     line = Line(store, 1000)
     assert line.within("never", 0.2) is None
     store.set("later", "value")
-    assert line.within("later", 60.0) == b""
+    assert line.within("later", 60.0) == b"value"
     print("seen")
 
 atexit.register(waits)
