@@ -78,17 +78,15 @@ def make_backend(
     return _Gloo(kept, ranks.index(dist.get_rank()), len(ranks), options)
 
 
-def empty_group(name: str, description: str, ranks: list[int], store: Any) -> dist.ProcessGroup:
+def empty_group(name: str, ranks: list[int], store: Any) -> dist.ProcessGroup:
     """A group without a backend, which torch knows as it knows those that it makes.
 
     Args:
         name, ranks, store: as for `make_backend`.
-        description: what torch's logs call it.
     """
     kept, known, world = PrefixStore(f"{name}/", store), c10d.GroupName(name), c10d._world
     group = dist.ProcessGroup(kept, ranks.index(dist.get_rank()), len(ranks))
     group._set_group_name(known)
-    group._set_group_desc(description)
     _register_process_group(known, group)
     world.pg_map[group] = (c10d.Backend(c10d.Backend.UNDEFINED), kept)
     world.pg_names[group] = known
@@ -99,9 +97,19 @@ def empty_group(name: str, description: str, ranks: list[int], store: Any) -> di
 
 
 def add(
-    group: dist.ProcessGroup, backend: Any, chosen: c10d.Backend, config: c10d.BackendConfig
+    group: dist.ProcessGroup,
+    backend: Any,
+    description: str,
+    chosen: c10d.Backend,
+    config: c10d.BackendConfig,
 ) -> None:
-    """Give a group its gloo backend, on all devices that `config` names gloo for."""
+    """Give a group its gloo backend, on all devices that `config` names gloo for.
+
+    Args:
+        group, backend: of one name.
+        description: what torch's logs and flight recorder call it.
+        chosen, config: all backends of the group.
+    """
     gloo = dist.ProcessGroup.BackendType.GLOO
     kinds = config.get_device_backend_map()
     for device, kind in kinds.items():
@@ -109,6 +117,8 @@ def add(
             group._register_backend(torch.device(device), gloo, backend)
     if "nccl" not in kinds.values():
         group._set_default_backend(gloo)
+    group._set_group_name(c10d.GroupName(group.group_name))  # passed on to backends that are there
+    group._set_group_desc(description)
     c10d._world.pg_map[group] = (chosen, c10d._world.pg_map[group][1])
     c10d._world.pg_backend_config[group] = str(config)
 

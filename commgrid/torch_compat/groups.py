@@ -115,7 +115,7 @@ def create_group(
         if lazy:
             gloo = torch_gloo.make_backend(name, members, store, config, limit, connect)
         if torchs is None:
-            made: object = torch_gloo.empty_group(name, description, members, store)
+            made: object = torch_gloo.empty_group(name, members, store)
         else:
             made, _ = c10d._new_process_group_helper(
                 len(members),
@@ -133,7 +133,7 @@ def create_group(
             raise CommGridError(f"{description}: torch's backend {chosen!r} made no group")
         group: dist.ProcessGroup = made
         if gloo is not None:
-            torch_gloo.add(group, gloo, parsed, config)
+            torch_gloo.add(group, gloo, description, parsed, config)
         if gate is not None:
             _GATES[group] = gate
             # What Python reads there, as gloo's addresses, is for no gate.
