@@ -98,7 +98,8 @@ class Ranks:
             the device of its number.
         launcher: "torchrun" or "slurm" sets the variables that these set, with a free port.
         per_rank: further arguments, by rank.
-        environ: further variables, for every rank.
+        environ: further variables, or a function that returns those of a rank, such as
+            `lambda rank: {"NCCL_HOSTID": f"rank{rank}"}`. They are no leftovers.
         absent: ranks that are never started.
         timeout: seconds until all are killed, in `wait`.
         method: "fork", or "spawn" where the function uses CUDA.
@@ -117,7 +118,7 @@ class Ranks:
         backend: str | None = "gloo",
         launcher: str | None = None,
         per_rank: Sequence[tuple[Any, ...]] | None = None,
-        environ: Mapping[str, str] | None = None,
+        environ: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
         absent: Sequence[int] = (),
         timeout: float = TIMEOUT,
         method: str = "fork",
@@ -134,6 +135,7 @@ class Ranks:
         self._context: Any = multiprocessing.get_context(method)
         self._processes: dict[int, BaseProcess] = {}
         port = free_port()
+        variables = environ if callable(environ) else lambda rank: environ or {}
         present = [rank for rank in range(world_size) if rank not in absent]
         launched = {rank: launcher_variables(launcher, rank, world_size, port) for rank in present}
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -146,7 +148,7 @@ class Ranks:
                 started=len(present),
                 folder=self._folder.name,
                 backend=backend,
-                environ={**launched[rank], **(environ or {})},
+                environ={**launched[rank], **variables(rank)},
                 check=not killable if check is None else check,
                 exits=killable,
                 parent=os.getpid(),

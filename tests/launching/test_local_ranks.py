@@ -75,6 +75,21 @@ def test_a_rank_that_leaves_something_fails() -> None:
     run_on_ranks(leaves, 1, "environment", check=False)
 
 
+def variables(rank: int) -> dict[str, str]:
+    return {"NCCL_HOSTID": f"rank{rank}", "RANK": str(10 + rank)}
+
+
+def read(*names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def test_variables_by_rank_are_no_leftovers() -> None:
+    names = ("NCCL_HOSTID", "RANK", "WORLD_SIZE")  # they replace the launcher's
+    found = run_on_ranks(read, 2, *names, backend=None, launcher="torchrun", environ=variables)
+    assert found == [["rank0", "10", "2"], ["rank1", "11", "2"]]
+    assert run_on_ranks(read, 2, "MODE", backend=None, environ={"MODE": "fast"}) == [["fast"]] * 2
+
+
 @pytest.mark.parametrize("what", ["grid", "group"])
 def test_grids_and_groups_end_with_the_function(what: str) -> None:
     run_on_ranks(leaves, 2, what)
