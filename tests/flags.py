@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -18,9 +19,9 @@ def hear(*what: str) -> None:
     dist.distributed_c10d._get_default_store().wait(keys, timedelta(seconds=200))
 
 
-def meet(rank: int, ranks: int) -> None:
-    """Wait for all ranks; rank 0, which may serve the store, leaves last."""
-    every = range(ranks)
+def meet(rank: int, ranks: int | Sequence[int]) -> None:
+    """Wait for all ranks, or for these; rank 0, which may serve the store, leaves last."""
+    every = range(ranks) if isinstance(ranks, int) else ranks
     tell(f"rank {rank} has come")
     hear(*(f"rank {each} has come" for each in every))
     if rank == 0:

@@ -184,10 +184,15 @@ def misbehave(how: str) -> None:
 
 def what_survivors_see(how: str, where: str, folder: Path, cuda: bool) -> list[dict[str, Any]]:
     """Of ranks 0, 1 and 3, where rank 2 has failed."""
+    more: dict[str, Any] = {}
+    if cuda:
+        from tests.gpu.on_gpus import nccl_variables
+
+        more = {"method": "spawn", "environ": nccl_variables}
     with pytest.raises(RanksFailed) as ended:  # none of them returns
         run_on_ranks(
             fails, 4, how, where, str(folder), cuda, per_rank=[(rank,) for rank in range(4)],
-            backend=None, launcher="torchrun", timeout=400, method="spawn" if cuda else "fork",
+            backend=None, launcher="torchrun", timeout=400, **more,
         )  # fmt: skip
     for rank in (0, 1, 3):
         assert (folder / f"{rank}.json").exists(), (

@@ -1,53 +1,65 @@
-"""GPU tests skip, saying why, where there is no CUDA; their summary goes to RESULTS.md on request.
-
-Several ranks on one GPU: NCCL refuses two ranks of one host on one device unless each says it is
-on another host, so every rank gets its own NCCL_HOSTID and NCCL talks over sockets on loopback.
-"""
+"""Settings of GPU tests: they skip without CUDA, saying why, but for those that run emulated."""
 
 from __future__ import annotations
 
+import fcntl
+import tempfile
 from collections.abc import Iterator
-from datetime import date
 from pathlib import Path
 
 import pytest
 import torch
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
+from tests.gpu.on_gpus import Where
+from tests.gpu.session import Session
 
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    reason = "needs CUDA: torch.cuda.is_available() is false here"
-    for item in items:
-        if Path(__file__).parent in Path(item.path).parents:
-            item.add_marker(pytest.mark.gpu)
-            if not torch.cuda.is_available():
-                item.add_marker(pytest.mark.skip(reason=reason))
+TURN = Path(tempfile.gettempdir()) / "commgrid-gpu-tests"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-results", action="store_true", help="write tests/gpu/RESULTS.md")
+    parser.addoption("--emulate", action="store_true", help="over gloo on the CPU")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> Iterator[None]:
-    yield
-    if not config.getoption("--write-results", default=False) or not torch.cuda.is_available():
-        return
-    lines = [
-        "# GPU test results", "",
-        f"- {date.today()}, {torch.cuda.device_count()} × {torch.cuda.get_device_name()}",
-        f"- torch {torch.__version__}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}", "",
-    ]  # fmt: skip
-    for outcome in ("passed", "failed", "skipped"):
-        seconds: dict[str, list[float]] = {}
-        for report in terminalreporter.stats.get(outcome, []):
-            if "tests/gpu" in report.nodeid:
-                name = report.nodeid.removeprefix("tests/gpu/").partition("[")[0]
-                seconds.setdefault(name, []).append(report.duration)
-        for name, each in sorted(seconds.items()):
-            many = f"{len(each)} cases, " if len(each) > 1 else ""
-            lines.append(f"- {outcome}: {name} ({many}{sum(each):.1f} s)")
-    RESULTS.write_text("\n".join(lines) + "\n")
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "alone: counts memory of the device, which all tests share")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    emulated = config.getoption("--emulate", default=False)
+    for item in items:
+        if Path(__file__).parent not in Path(item.path).parents:
+            continue
+        item.add_marker(pytest.mark.gpu)
+        if emulated and "where" not in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.skip(reason="needs CUDA: it has no form over gloo"))
+        elif not emulated and not torch.cuda.is_available():
+            reason = "needs CUDA: torch.cuda.is_available() is false here"
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="session")
+def where(request: pytest.FixtureRequest) -> Where:
+    """Where a test runs that has a form over gloo."""
+    return Where(emulated=request.config.getoption("--emulate"))
+
+
+@pytest.fixture(scope="module")
+def session(where: Where) -> Iterator[Session]:
+    """Two ranks that run one check after the other."""
+    with Session(where, 2) as session:
+        yield session
+
+
+@pytest.fixture(autouse=True)
+def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wait for tests of other processes on this GPU if this one is to be alone, or while one is.
+
+    A test that waits to be alone holds the first lock meanwhile, so that no other begins. Ranks
+    that are forked inherit neither.
+    """
+    alone = request.node.get_closest_marker("alone") is not None
+    with open(f"{TURN}.first", "a+") as first, open(TURN, "a+") as held:
+        fcntl.lockf(first, fcntl.LOCK_EX)
+        fcntl.lockf(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        fcntl.lockf(first, fcntl.LOCK_UN)
+        yield

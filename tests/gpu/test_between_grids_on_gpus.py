@@ -10,9 +10,8 @@ from torch import Tensor
 import commgrid
 from commgrid import TransferError
 from commgrid.bridge import Bridge
-from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
-from tests.gpu.on_gpus import take_device
+from tests.gpu.on_gpus import programs_on_gpus
 from tests.transfer.pairs import BF16, HSDP, move, on
 
 PAIRS = [
@@ -24,16 +23,12 @@ PAIRS = [
 
 
 def moved(rank: int) -> list[Any]:
-    take_device(rank)
     torch.set_default_device("cuda")
     return move(PAIRS, False, "")
 
 
 def test_weights_go_from_cut_to_cut() -> None:
-    ranks = run_on_ranks(
-        moved, 4, per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun",
-        method="spawn", timeout=300,
-    )  # fmt: skip
+    ranks = programs_on_gpus(moved, 4)
     for number, (source, target) in enumerate(PAIRS):
         assert [bad for bad, *_ in (rank[number] for rank in ranks) if bad] == [], (source, target)
         assert any(rank[number][2] for rank in ranks)  # something was sent
@@ -41,7 +36,6 @@ def test_weights_go_from_cut_to_cut() -> None:
 
 def large(equal: bool, rank: int) -> list[int] | str:
     """Moves 64 MiB in boxes that travel where they lie and in parts; how many numbers are wrong."""
-    take_device(rank)
     torch.set_default_device("cuda")
     commgrid.join()
     one, other = (
@@ -73,10 +67,7 @@ def large(equal: bool, rank: int) -> list[int] | str:
 
 
 def run_large(equal: bool) -> list[Any]:
-    return run_on_ranks(
-        large, 4, equal, per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun",
-        method="spawn", timeout=300,
-    )  # fmt: skip
+    return programs_on_gpus(large, 4, equal)
 
 
 def test_large_boxes_arrive_as_they_were_when_run_was_called() -> None:
@@ -91,7 +82,6 @@ def test_copies_that_differ_are_an_error_on_every_rank() -> None:
 
 def bridged(rank: int) -> float:
     """How far the encoder's gradient is from that of one process."""
-    take_device(rank)
     torch.set_default_device("cuda")
     encoder = commgrid.initialize(name="encoder", ranks=range(2))
     model = commgrid.initialize(name="model", ranks=range(1, 4))
@@ -126,8 +116,4 @@ def bridged(rank: int) -> float:
 
 
 def test_gradients_go_back_over_a_bridge() -> None:
-    found = run_on_ranks(
-        bridged, 4, per_rank=[(rank,) for rank in range(4)], backend=None, launcher="torchrun",
-        method="spawn", timeout=300,
-    )  # fmt: skip
-    assert max(found) <= 1e-12
+    assert max(programs_on_gpus(bridged, 4)) <= 1e-12

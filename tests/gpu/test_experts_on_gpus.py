@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +16,6 @@ from commgrid.data_parallel import GradientReducer
 from commgrid.expert import GroupedExperts, MoELayer
 from commgrid.expert.permutation import arrange, permute, permute_weights, unpermute
 from commgrid.parameters import placements
-from tests import megatron_moe, peers  # noqa: F401  (imports megatron with its warnings off)
 from tests.gpu.on_gpus import on_gpus
 
 # bf16 keeps 8 bits; outputs and gradients are sums of rounded numbers over experts and ranks.
@@ -98,6 +98,8 @@ def one_rank(device: str) -> None:
     """Permutation and experts in bf16, against a loop and against Megatron's."""
     from megatron.core.transformer.moe import moe_utils
 
+    from tests import megatron_moe, peers  # noqa: F401  (imports megatron with its warnings off)
+
     grid = commgrid.initialize(ep=1, etp=1)
     megatron_moe.prepare(grid)
     torch.manual_seed(0)
@@ -148,6 +150,7 @@ def plain(experts: GroupedExperts, x: Tensor, weights: Tensor, counts: list[int]
 
 
 def test_permutation_and_grouped_experts_in_bf16() -> None:
+    pytest.importorskip("megatron.core", reason="needs megatron-core")
     on_gpus(one_rank, 1, "cuda")
 
 

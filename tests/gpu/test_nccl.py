@@ -6,15 +6,15 @@ import json
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import commgrid
 from commgrid import HyperCommGrid
-from commgrid.testing import run_on_ranks
 from tests.examples.curves import run
 from tests.examples.test_train_gpt import SMALL
-from tests.gpu.on_gpus import on_gpus, take_device
+from tests.gpu.on_gpus import on_gpus, programs_on_gpus
 
 MIB = 2**20
 
@@ -60,6 +60,7 @@ def memory() -> dict[str, float]:
     return {"groups of one": alone - start}
 
 
+@pytest.mark.alone
 def test_a_group_of_one_costs_no_device_memory() -> None:
     for found in on_gpus(memory, 2):
         assert found["groups of one"] < 1.0
@@ -87,16 +88,12 @@ def test_options_and_timeouts_reach_nccl() -> None:
 
 
 def trained(path: str, rank: int) -> None:
-    take_device(rank)
     run([*SMALL, "--tp", "2", "--steps", "20", "--dtype", "bf16", "--metrics", path])
 
 
 def test_train_gpt_in_bf16(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    run_on_ranks(
-        trained, 4, str(path), per_rank=[(rank,) for rank in range(4)], backend=None,
-        launcher="torchrun", method="spawn", timeout=400,
-    )  # fmt: skip
+    programs_on_gpus(trained, 4, str(path))
     losses = [json.loads(line)["loss"] for line in path.read_text().splitlines()]
     assert len(losses) == 20
     assert losses[-1] < losses[0] - 0.5
@@ -126,6 +123,7 @@ def repeated() -> float:
     return (before - torch.cuda.mem_get_info()[0]) / MIB
 
 
+@pytest.mark.alone
 def test_destroy_gives_device_memory_back() -> None:
     # All ranks share the counter where they share the GPU; a communicator is hundreds of MiB.
     for leaked in on_gpus(repeated, 2):
@@ -163,6 +161,5 @@ def every_collective(device: str) -> None:
     commgrid.shutdown()
 
 
-def test_torchs_own_collectives_run_on_communicators_that_do_not_block() -> None:
-    """An all-to-all without sizes was an error there: NCCL operation in progress."""
+def test_torchs_own_collectives() -> None:
     on_gpus(every_collective, 4, "cuda")

@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import GridMismatchError
-from commgrid.testing import run_on_ranks
 from tests.flags import meet
-from tests.gpu.on_gpus import take_device
+from tests.gpu.on_gpus import programs_on_gpus
 
 
 def shaped(grid: Any) -> None:
@@ -41,7 +40,6 @@ CASES = {"shaped": shaped, "alike": alike}
 
 
 def checked(case: str, rank: int) -> str:
-    take_device(rank)
     grid = commgrid.initialize(tp=2, share="all", verify="order", timeout=60)
     said = ""
     try:
@@ -55,10 +53,7 @@ def checked(case: str, rank: int) -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_members_issue_is_compared(case: str) -> None:
-    found = run_on_ranks(
-        checked, 4, case, per_rank=[(rank,) for rank in range(4)], backend=None,
-        launcher="torchrun", method="spawn", timeout=120,
-    )  # fmt: skip
+    found = programs_on_gpus(checked, 4, case)
     if case == "alike":
         assert found == [""] * 4
         return

@@ -9,7 +9,7 @@ import pytest
 
 from tests.examples.curves import curve, same_curve
 from tests.examples.test_train_gpt_survive import TINY, mortal
-from tests.gpu.on_gpus import take_device
+from tests.gpu.on_gpus import nccl_variables, take_device
 from tests.killing import KILLED, run_killable
 
 
@@ -29,7 +29,9 @@ def test_the_curve_of_a_run_without_failure_over_nccl(
         more = [] if ranks == 1 else [*flags, "--survive", "3"]
         job = [*TINY, *more, "--metrics", str(path)]
         per_rank = [(rank,) for rank in range(ranks)]
-        found = run_killable(trains, ranks, job, deaths, per_rank=per_rank, method="spawn")
+        found = run_killable(
+            trains, ranks, job, deaths, per_rank=per_rank, method="spawn", environ=nccl_variables
+        )
         assert [rank for rank, each in enumerate(found) if each == KILLED] == [*deaths]
     said = capfd.readouterr().out
     print(said)

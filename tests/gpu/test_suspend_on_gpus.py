@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -55,6 +57,7 @@ def cycles() -> dict[str, list[float]]:
     return seen
 
 
+@pytest.mark.alone
 def test_memory_goes_down_and_comes_back() -> None:
     for seen in on_gpus(cycles, 2):
         for up, down in zip(seen["up"][1:], seen["down"][1:], strict=True):
@@ -92,8 +95,6 @@ def test_work_under_way_is_named() -> None:
 
 
 def with_ddp() -> None:
-    if not torch_nccl.can_suspend():
-        return
     grid = commgrid.initialize(dp=2, tp=1)
     model = DistributedDataParallel(
         nn.Linear(4, 4).cuda(), process_group=grid.get_group("dp"),
@@ -109,7 +110,34 @@ def with_ddp() -> None:
 
 
 def test_ddp_goes_on_where_nccl_suspends_itself() -> None:
+    if not torch_nccl.can_suspend():
+        pytest.skip("needs torch 2.12 and NCCL 2.29.7, which suspend a communicator themselves")
     on_gpus(with_ddp, 2)
+
+
+def with_a_graph(call: str) -> str:
+    """The error of a grid's call while a graph lives that has captured a collective on tp."""
+    grid = commgrid.initialize(tp=2, connect="all", create=["tp"])
+    x, group = torch.ones(4, device="cuda"), grid.get_group("tp")
+    dist.all_reduce(x, group=group)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dist.all_reduce(x, group=group)
+    graph.replay()
+    torch.cuda.synchronize()
+    with pytest.raises(CommGridError) as refused:
+        getattr(grid, call)()
+    graph.reset()
+    commgrid.destroy()
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("call", ["destroy", "suspend"])
+def test_a_live_graph_is_an_error_that_names_its_group(call: str) -> None:
+    """NCCL waits for the graph to be freed, from 2.26 on for ever."""
+    for said in on_gpus(with_a_graph, 2, call):
+        assert "graph" in said
+        assert re.search(r"\btp\b", said), said
 
 
 def ended() -> None:

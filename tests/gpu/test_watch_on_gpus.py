@@ -10,10 +10,10 @@ from tests.watched import CASES, check, what_survivors_see
 
 
 @pytest.mark.parametrize(
-    ("how", "where"), [case for case in CASES if not case[1].startswith("while")]
+    ("how", "place"), [case for case in CASES if not case[1].startswith("while")]
 )
-def test_a_rank_that_fails_is_named_over_nccl(how: str, where: str, tmp_path: Path) -> None:
-    check(how, where, tmp_path, cuda=True)
+def test_a_rank_that_fails_is_named_over_nccl(how: str, place: str, tmp_path: Path) -> None:
+    check(how, place, tmp_path, cuda=True)
 
 
 def test_a_rank_that_does_not_come_is_named_with_its_line(tmp_path: Path) -> None:
