@@ -15,10 +15,13 @@ from pathlib import Path
 import pytest
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from tests.gpu import results, run
 from tests.gpu.on_gpus import Where
 from tests.gpu.results import COLUMNS, Result
 from tests.gpu.session import Session
+from tests.gpu.turns import turn
+from tests.waiting import until, until_waiting
 
 GPU = Path(__file__).parent / "gpu"
 
@@ -86,6 +89,29 @@ def test_a_slice_that_takes_too_long_is_a_failure(tmp_path: Path) -> None:
     last = results.read(path)[-1]
     assert last.found == "not ended when the 12 s of slice failures were over"
     assert str(last) in done.stdout
+
+
+def takes_turns(folder: str, pid_of: str, rank: int) -> None:
+    """Rank 0 leaves its turn when rank 1, which is to be alone, waits for that."""
+    pid, order = Path(pid_of), Path(folder, "order")
+    if rank == 1:
+        until(lambda: order.exists(), "rank 0 has its turn")
+        pid.write_text(str(os.getpid()))
+    with turn(Path(folder), alone=rank == 1), order.open("a") as file:
+        file.write(f"{rank} begins\n")
+        file.flush()
+        if rank == 0:
+            until(lambda: pid.exists() and pid.read_text(), "rank 1 comes")
+            until_waiting([int(pid.read_text())])
+        file.write(f"{rank} ends\n")
+
+
+def test_a_test_that_is_to_be_alone_waits_for_others(tmp_path: Path) -> None:
+    run_on_ranks(takes_turns, 2, str(tmp_path), str(tmp_path / "pid"),
+                 per_rank=[(0,), (1,)], backend=None)  # fmt: skip
+    assert (tmp_path / "order").read_text().split("\n")[:4] == [
+        "0 begins", "0 ends", "1 begins", "1 ends",
+    ]  # fmt: skip
 
 
 def test_slices_name_every_file_once() -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import fcntl
+import os
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ import torch
 
 from tests.gpu.on_gpus import Where
 from tests.gpu.session import Session
+from tests.gpu.turns import turn
 
-TURN = Path(tempfile.gettempdir()) / "commgrid-gpu-tests"
+TURNS = Path(tempfile.gettempdir()) / f"commgrid-gpu-tests-{os.getuid()}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -52,14 +54,7 @@ def session(where: Where) -> Iterator[Session]:
 
 @pytest.fixture(autouse=True)
 def _turn(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Wait for tests of other processes on this GPU if this one is to be alone, or while one is.
-
-    A test that waits to be alone holds the first lock meanwhile, so that no other begins. Ranks
-    that are forked inherit neither.
-    """
     alone = request.node.get_closest_marker("alone") is not None
-    with open(f"{TURN}.first", "a+") as first, open(TURN, "a+") as held:
-        fcntl.lockf(first, fcntl.LOCK_EX)
-        fcntl.lockf(held, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
-        fcntl.lockf(first, fcntl.LOCK_UN)
+    emulated = request.config.getoption("--emulate", default=False)
+    with nullcontext() if emulated else turn(TURNS, alone):
         yield

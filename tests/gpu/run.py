@@ -66,7 +66,8 @@ def start(name: str, path: Path, emulate: bool) -> subprocess.Popen[bytes]:
         *tests_of(name),
     ]  # fmt: skip
     # Without a name server a store's server takes 5 s for each client by default.
-    environ = {"RES_OPTIONS": "timeout:1 attempts:1", **os.environ, "PYTHONPATH": str(ROOT)}
+    environ = {"RES_OPTIONS": "timeout:1 attempts:1", **os.environ}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
     return subprocess.Popen(command, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL)
 
 

@@ -40,7 +40,9 @@ def test_fsdp_with_tensor_parallel_layers_has_the_same_curve(tmp_path: Path) -> 
         [*TINY, *job, "--steps", "20", "--metrics", str(tmp_path / name)]
         for name, job in jobs.items()
     ]
-    assert on_gpus(run, 4, *given) == [[0] * len(jobs)] * 4  # no group beyond the grid's
+    assert (
+        on_gpus(run, 4, *given, timeout=120) == [[0] * len(jobs)] * 4
+    )  # no group beyond the grid's
     curves = {name: curve(tmp_path / name) for name in jobs}
     same_curve(curves["fp32"], curves["whole"], "fp32")
     same_curve(curves["hsdp"], curves["whole"], "fp32")
@@ -101,5 +103,5 @@ def equal_everywhere(folder: Path, fp32_weights: set[int]) -> int:
 def test_a_checkpoint_goes_through_many_grids_bit_for_bit(tmp_path: Path) -> None:
     """From fp32 weights under FSDP over bf16 weights with fp32 copies, in and out again."""
     folder = tmp_path / "runs"
-    assert len(on_gpus(through_grids, 4, "cuda", str(folder))[0]) == len(CUTS)
+    assert len(on_gpus(through_grids, 4, "cuda", str(folder), timeout=120)[0]) == len(CUTS)
     assert equal_everywhere(folder, {4, 5}) > 100

@@ -38,6 +38,6 @@ def test_losses_are_the_same(given: str, monkeypatch: pytest.MonkeyPatch) -> Non
     pytest.importorskip("megatron.core", reason="needs megatron-core")
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself with this
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    for found in on_gpus(losses, CASES[given], given):
+    for found in on_gpus(losses, CASES[given], given, timeout=120):
         assert found["commgrid"] == found["megatron"]
         assert found["collection"] == found["megatron"]

@@ -126,7 +126,7 @@ def repeated() -> float:
 @pytest.mark.alone
 def test_destroy_gives_device_memory_back() -> None:
     # All ranks share the counter where they share the GPU; a communicator is hundreds of MiB.
-    for leaked in on_gpus(repeated, 2):
+    for leaked in on_gpus(repeated, 2, timeout=120):
         assert leaked < 100
 
 
