@@ -62,8 +62,8 @@ def start(name: str, path: Path, emulate: bool) -> subprocess.Popen[bytes]:
     off = [f"-pno:{plugin}" for plugin in ("benchmark", "cacheprovider", "xdist", "randomly")]
     command = [
         sys.executable, "-m", "pytest", *off, "-p", "tests.gpu.at_once", "--at-once", str(path),
-        "--confcutdir", FOLDER, "--no-header", "--no-summary", "-qq", *["--emulate"] * emulate,
-        *tests_of(name),
+        "--confcutdir", FOLDER, "--no-header", "--no-summary", "-qq",
+        "--continue-on-collection-errors", *["--emulate"] * emulate, *tests_of(name),
     ]  # fmt: skip
     # Without a name server a store's server takes 5 s for each client by default.
     environ = {"RES_OPTIONS": "timeout:1 attempts:1", **os.environ}

@@ -148,7 +148,7 @@ def sleeps_in_a_pipeline(where: Where, rank: int) -> str:
     pipeline = Pipeline(
         Sleepy(where, rank), "1f1b", num_microbatches=2, loss=nn.functional.mse_loss
     )
-    batch = torch.randn(2, 4, 8, device=where.device)
+    batch = list(torch.randn(2, 4, 8, device=where.device))
     pipeline.step(batch, targets=batch)
     text = told(where, grid, lambda: pipeline.step(batch, targets=batch))
     tell(f"{rank} was told")

@@ -90,7 +90,7 @@ def test_suspend_after_a_pipelines_step(where: Where) -> str:
     torch.manual_seed(0)
     stage = nn.Linear(8, 8, device=where.device)
     pipeline = Pipeline(stage, "1f1b", num_microbatches=2, loss=nn.functional.mse_loss)
-    batch = torch.randn(2, 4, 8, device=where.device)
+    batch = list(torch.randn(2, 4, 8, device=where.device))
 
     def step() -> Tensor:
         losses = pipeline.step(batch, targets=batch)
@@ -127,9 +127,9 @@ def test_suspend_after_ring_attention(where: Where) -> str:
     grid = commgrid.initialize(cp=2)
     sharding = SequenceSharding.zigzag(64, 2)
     torch.manual_seed(0)
-    whole = [torch.randn(1, 4, 64, 16).to(where.device) for _ in range(3)]
-    q, k, v = (sharding.shard(x, dim=2).requires_grad_() for x in whole)
-    expected = nn.functional.scaled_dot_product_attention(*whole, is_causal=True)
+    whole_q, whole_k, whole_v = (torch.randn(1, 4, 64, 16).to(where.device) for _ in range(3))
+    q, k, v = (sharding.shard(x, dim=2).requires_grad_() for x in (whole_q, whole_k, whole_v))
+    expected = nn.functional.scaled_dot_product_attention(whole_q, whole_k, whole_v, is_causal=True)
 
     def step() -> Tensor:
         out = attention(q, k, v, sharding=sharding, way="ring")
@@ -217,7 +217,8 @@ def test_compiled_functional_collectives(where: Where) -> str:
     group = commgrid.initialize(tp=2, connect="none").get_group("tp")
 
     def summed(x: Tensor) -> Tensor:
-        return functional.all_reduce(x, "sum", group)
+        found: Tensor = functional.all_reduce(x, "sum", group)
+        return found
 
     compiled = torch.compile(summed, fullgraph=True)
     for count in (4, 8):
