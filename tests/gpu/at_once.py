@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.results import LINES, Result, machine
+from tests.gpu.results import KEPT, Result, machine
 
 PRINTED = os.dup(1)  # before pytest keeps output back
 
@@ -22,7 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class AtOnce:
-    """What is appended: the name of a test that begins, and the result of one that has ended."""
+    """Appends the name of each test that begins, and its result when it ends."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._file = os.open(config.getoption("--at-once"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -40,7 +40,8 @@ class AtOnce:
             found = dict(report.user_properties).get("found", "")
             if isinstance(report.longrepr, tuple):  # of a skipped test: file, line, reason
                 found = report.longrepr[2].removeprefix("Skipped: ")
-            lines = report.longreprtext.splitlines() if report.failed else []
+            text = "\n".join([report.capstdout, report.capstderr, report.longreprtext])
+            lines = text.splitlines() if report.failed else []
             self._tell(report.nodeid, report.outcome, report.duration, str(found), lines)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -48,7 +49,7 @@ class AtOnce:
             self._tell(report.nodeid, "failed", 0.0, "", report.longreprtext.splitlines())
 
     def _tell(self, name: str, outcome: str, took: float, found: str, lines: list[str]) -> None:
-        result = Result(name, outcome, took, found, tuple(lines[-LINES:]), **self._machine)
+        result = Result(name, outcome, took, found, tuple(lines[-KEPT:]), **self._machine)
         self._append(vars(result))
         test = name.partition("[")[0]
         if outcome != "skipped" or test not in self._skipped:  # of all cases, the first

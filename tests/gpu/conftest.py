@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def where(request: pytest.FixtureRequest) -> Where:
     """Where a test runs that has a form over gloo."""
-    return Where(emulated=request.config.getoption("--emulate"))
+    return Where(emulated=request.config.getoption("--emulate", default=False))
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import date
@@ -11,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 TABLE = Path(__file__).with_name("RESULTS.md")
-LINES = 30
-"""Last lines of a failure's text that are kept."""
+LINES, KEPT = 30, 300
+"""Last lines of a failure's text that are printed, and kept in the file."""
 FOLDER = "tests/gpu/"
 COLUMNS = ("check", "date", "GPU", "torch", "NCCL", "result")
 HEAD = """# GPU test results
@@ -31,7 +32,7 @@ class Result:
         outcome: "passed", "failed" or "skipped".
         seconds: that it took.
         found: what it reports, or why it was skipped.
-        lines: the end of a failure's text.
+        lines: the end of a failure's text, after the output of its ranks.
         date, gpu, torch, nccl: when and where it ran.
     """
 
@@ -48,7 +49,7 @@ class Result:
     def __str__(self) -> str:
         name = self.check.removeprefix(FOLDER)
         head = f"{self.outcome:8} {self.seconds:5.1f} s  {name}"
-        return "\n".join([f"{head}: {self.found}" if self.found else head, *self.lines])
+        return "\n".join([f"{head}: {self.found}" if self.found else head, *self.lines[-LINES:]])
 
 
 def machine(emulated: bool) -> dict[str, str]:
@@ -93,6 +94,9 @@ def append(path: Path, result: Result) -> None:
         file.write(json.dumps(vars(result)) + "\n")
 
 
+_ERROR = re.compile(r"E +[\w.]*(Error|Exception|Failed)\b")
+"""Line of a failure's text with the class and the message of an error."""
+
 Row = tuple[str, str, str, str, str, str]
 """A row of the table: check, date, GPU, torch, NCCL, result."""
 
@@ -114,7 +118,8 @@ def _row(name: str, cases: list[Result]) -> Row:
     seconds = f"{sum(each.seconds for each in cases):.0f} s"
     many = f"{len(shown)} of {len(cases)} cases, " if len(cases) > 1 else ""
     one = shown[-1]
-    said = one.found or next((line for line in reversed(one.lines) if line.strip()), "")
+    errors = [line for line in one.lines if _ERROR.match(line)]
+    said = one.found or (errors[-1].removeprefix("E ") if errors else "")
     text = f"{how} ({many}{seconds})" if how != "skipped" else how
     said = " ".join(said.split()).replace("|", "/")[:160]
     return (name, one.date, one.gpu, one.torch, one.nccl, f"{text}: {said}" if said else text)

@@ -32,7 +32,7 @@ Check = Callable[[Where], str]
 
 
 class Session:
-    """Ranks that run checks as they are told to.
+    """Ranks that run several checks in one start.
 
     Args:
         where: on a GPU, or emulated.
@@ -48,7 +48,7 @@ class Session:
         """Run a check on every rank, and return what rank 0 has found.
 
         Args:
-            check: a function of a module, or one that `on_two_ranks` has made a test of.
+            check: a module's function, or a test made by `on_two_ranks`.
             limit: seconds.
 
         Raises:
@@ -92,7 +92,7 @@ class Session:
         return ranks
 
     def _answers(self, limit: float) -> dict[int, tuple[str, str]]:
-        """What ranks say within a limit, which is shorter once one has failed or ended."""
+        """Collect answers within a limit, which a failed or ended rank shortens."""
         told: dict[int, tuple[str, str]] = {}
         until = time.monotonic() + limit
         while len(told) < self._world_size and time.monotonic() < until:

@@ -1,4 +1,4 @@
-"""Failures of one rank: in whatever call the others wait, they are told which rank it is, in time.
+"""Failures of one rank: every other rank gets an error that names it, in time.
 
 Each start has a timeout of a few seconds, and every error has to come within `LATE` more.
 """
@@ -39,9 +39,9 @@ def survivors_of(
     program: Callable[..., str], victim: int, world: int, where: Where, *args: Any,
     environ: Callable[[int], dict[str, str]] = variables, timeout: float = LIMIT,
 ) -> dict[int, str]:  # fmt: skip
-    """What every rank but one has returned; no process has to be killed at its end.
+    """Return the results of all ranks but one, and check that no process had to be killed.
 
-    Those of survivors may have an exit status of their own: NCCL's threads can be stuck.
+    A survivor's exit status is not checked: NCCL's threads may be stuck.
     """
     with ranks_on_gpus(
         program, world, where, *args, where=where, environ=environ, killable=True,
@@ -74,7 +74,7 @@ def grid_timeout(where: Where) -> float:
 
 
 def named(victim: int, found: dict[int, str]) -> str:
-    """Check that all survivors were told of this rank; return what the first was told."""
+    """Check that the errors of all survivors name a rank; return the first one's."""
     for rank, text in found.items():
         wanted = rf"rank {victim}\)? (is|has|did|says|failed|waits for nothing)\b"
         assert re.search(wanted, text), f"rank {rank} was told {text}"

@@ -26,7 +26,7 @@ SETTING = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 def warned(where: Where, rank: int) -> list[str]:
-    """What a grid on the program's WORLD warns of, twice made."""
+    """Return the warnings of two grids on the program's WORLD."""
     dist.init_process_group(where.backend)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

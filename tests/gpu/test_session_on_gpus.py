@@ -101,7 +101,7 @@ def test_suspend_after_a_pipelines_step(where: Where) -> str:
 
 
 def exchanged(where: Where, name: str) -> Tensor:
-    """What both ranks of a group send each other, as one coalesced batch."""
+    """Exchange tensors between the two ranks of a group, as one coalesced batch."""
     grid = commgrid.get_grid()
     peer = grid.get_ranks(name)[1 - grid.get_local_rank(name)]
     mine, theirs = where.ones() * grid.rank, where.ones() * -1
