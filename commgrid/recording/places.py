@@ -10,6 +10,7 @@ well:
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -27,6 +28,9 @@ from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat.interposer import ByIdentity
 
 _GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
+_WAITED_FOR = "its_group"  # the argument of functions that only wait, whose names say nothing
+_PASSES_ON = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+"""Flags of a function that takes whatever another one does, as a decorator's wrapper."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +38,8 @@ class Whereabouts:
     """The call in which a rank was.
 
     Args:
-        operation: such as `all_reduce`; what it called of commgrid's or torch's, where no group is
-            known; "": nothing of theirs.
+        operation: such as `all_reduce`; the function of commgrid's or torch's that it called, if
+            the operation is not known; "": none of theirs.
         group: the names of its communicator; "": not known.
         ranks: who is in it.
         line: where the program called: `train.py:31 in step`; "": not known.
@@ -64,11 +68,13 @@ def whereabouts(error: BaseException) -> Whereabouts | None:
                 line = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
                 called, on = "", None
             continue
-        if code.co_name != "named_failures" and not called:
-            called = getattr(code, "co_qualname", code.co_name)
+        if code.co_name != "named_failures" and not called and not _passes_on(code):
+            called = code.co_qualname
         group = _group_of(frame)
         if group is not None:
             on = code.co_name, group
+        elif on is None and (group := _group_of(frame, (_WAITED_FOR,))) is not None:
+            on = called, group
     if on is None:
         return Whereabouts(called, line=line) if called or line else None
     operation, group = on
@@ -79,9 +85,18 @@ def whereabouts(error: BaseException) -> Whereabouts | None:
     return Whereabouts(operation.lstrip("_"), names, ranks, line)
 
 
-def _group_of(frame: FrameType) -> dist.ProcessGroup | None:
-    """The group that a function was called on, if it says."""
-    for name in _GROUPS:
+def _passes_on(code: CodeType) -> bool:
+    """Whether a function passes on its arguments, so that the call that is meant is a later one.
+
+    So do torch's decorators (`no_grad`, the hooks of an optimizer's step), and calls of modules and
+    autograd functions.
+    """
+    return code.co_flags & _PASSES_ON == _PASSES_ON
+
+
+def _group_of(frame: FrameType, names: Sequence[str] = _GROUPS) -> dist.ProcessGroup | None:
+    """The group that a function was called on, if it has an argument of such a name."""
+    for name in names:
         found = frame.f_locals.get(name)
         if isinstance(found, dist.ProcessGroup):
             return found

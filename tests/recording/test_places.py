@@ -1,0 +1,91 @@
+"""Places of errors: the call, its group and the program's line, whatever stands between them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from typing_extensions import deprecated
+
+import commgrid
+from commgrid.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.recording.places import whereabouts
+from commgrid.tensor_parallel import ColumnParallelLinear
+from tests.killing import KILLED, kill_me, run_killable
+
+ONE, TWO = torch.ones(1), torch.ones(2)
+OLD = deprecated("a test", category=FutureWarning)
+DISABLE = torch.compiler.disable
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return all_gather(tensor, "dp")
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Calls that wait for the other rank, by the place that an error of each has."""
+    group, models = commgrid.get_group("dp"), [nn.Linear(4, 4), nn.Linear(4, 4)]
+    reducer, finished = GradientReducer(models[0]), GradientReducer(models[1], shard=True)
+    optimizer = ShardedOptimizer(finished, torch.optim.SGD, lr=1.0, overlap=False)
+    for model in models:
+        model(torch.ones(1, 4)).sum().backward()
+    finished.finish()
+    layer = ColumnParallelLinear(4, 4, group="dp", gather_output=True)
+
+    @torch.no_grad()
+    def own() -> None:
+        all_reduce(ONE, "dp")
+
+    return {
+        "GradientReducer.finish on group 'dp_cp' in place": reducer.finish,
+        "ShardedOptimizer.step on group 'dp_cp' in place": optimizer.step,
+        "all_reduce on group 'dp' in own": own,
+        "all_reduce on group 'dp' in <lambda>": OLD(lambda: all_reduce(ONE, "dp")),
+        "reduce_scatter on group 'dp' in <lambda>": lambda: OLD(reduce_scatter)(TWO, "dp"),
+        "all_to_all on group 'dp' in <lambda>": lambda: DISABLE(all_to_all)(TWO, "dp"),
+        "all_gather on group 'dp' in forward": lambda: Gather.apply(ONE),
+        "gather on group 'dp' in <lambda>": lambda: layer(torch.ones(1, 4)),
+        "broadcast on group 'dp' in <lambda>": lambda: torch.no_grad()(dist.broadcast)(
+            ONE, group=group, group_src=1
+        ),
+    }  # fmt: skip
+
+
+def places() -> dict[str, str]:
+    grid = commgrid.initialize(timeout=60, backend="gloo")
+    made = calls()
+    all_reduce(ONE, "dp")
+    if grid.rank == 1:
+        kill_me()
+    return {name: place(call) for name, call in made.items()}
+
+
+def place(call: Callable[[], object]) -> str:
+    with pytest.raises((RuntimeError, ValueError)) as raised:
+        call()
+    said = str(whereabouts(raised.value))
+    return re.sub(r"^in | \(|\)$", "", said).replace("test_places.py:", " ")
+
+
+@pytest.mark.filterwarnings("ignore:a test:FutureWarning")
+def test_no_wrapper_hides_the_call() -> None:
+    """Without its group it was not known either for which ranks the call had waited."""
+    found, killed = run_killable(places, 2)
+    assert killed == KILLED
+    assert [re.sub(r" \d+", "", said) for said in found.values()] == list(found)
+
+
+def test_a_module_is_named_by_its_forward() -> None:
+    assert place(lambda: nn.Linear(4, 4)(ONE)).startswith("Linear.forward ")
+
+
+def test_a_call_of_nothing_but_wrappers_has_its_line() -> None:
+    assert place(lambda: torch.no_grad()(DISABLE(torch.cat))([])).startswith("at ")
