@@ -27,7 +27,7 @@ def missing_ranks(at: str, ranks: Iterable[int]) -> set[int]:
     try:
         found = Failure(at, torch_world.world_rank(), every)
         driver.run(found.report(b""))
-        absent = unpack(driver.run(found.find_out(lambda absent, words: ""))["absent"])
+        absent = unpack(driver.run(found.find_out(lambda absent, words: {"text": ""}))["absent"])
         return absent - {torch_world.world_rank()}  # it may have come after the decision
     except RuntimeError:  # the store has gone with the rank that served it
         return set()

@@ -80,7 +80,7 @@ class Watch:
         self.late = False
         """Whether the lost rank may live: it does not answer."""
         self.ended: set[int] = set()
-        """Neighbours whose processes this one has seen end."""
+        """Ranks whose processes this one, or the rank that told of the failure, has seen end."""
         self._learnt = threading.Event()
         self._waking: Asked | None = None
         self._followers: list[Watch] = []
@@ -184,6 +184,7 @@ class Watch:
     def _heard(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "failed":
+            self.ended.update(message["ended"])
             self._fails(message["text"], bool(message["late"]), tell=False)
         else:
             self._late_call.hear(message, self._communicators)
@@ -195,7 +196,8 @@ class Watch:
             self.late = late
             self.failure = text = text[:_LONGEST]
             if tell:
-                self._links.tell({"kind": "failed", "text": text, "late": late})
+                ended = sorted(self.ended)
+                self._links.tell({"kind": "failed", "text": text, "late": late, "ended": ended})
             if wake:  # which takes NCCL some time, while the links go on
                 self._waking = Asked(partial(self._wakes, text, late))
         self._learnt.set()

@@ -30,8 +30,8 @@ from commgrid.rendezvous.round import (
 )
 from commgrid.rendezvous.timeouts import timeouts
 
-Blame = Callable[[Sequence[int], Mapping[int, bytes]], str]
-"""Makes the text of a decision from the absent ranks, and the words of ranks.
+Blame = Callable[[Sequence[int], Mapping[int, bytes]], Mapping[str, Any]]
+"""Makes the `text` of a decision, and what else it says, from the absent ranks and words of ranks.
 
 Words of an absent rank are those that it left when its program ended.
 """
@@ -55,13 +55,13 @@ class Failure:
         stands = yield from conclude(self._at, {"kind": "failed", "text": text})
         return str(stands["text"])
 
-    def read(self, until: float) -> Protocol[str | None]:
-        """Return the decision's text, or None if there is none until then."""
+    def read(self, until: float) -> Protocol[Decision | None]:
+        """Return the decision, or None if there is none until then."""
         key = f"{self._at}/decision"
         found = (yield Get((key,)))[0]
         if found is None and until > (yield Now()):
             found = yield WaitKey(key, until)
-        return None if found is None else str(decoded(found)["text"])
+        return None if found is None else decoded(found)
 
     def told_by(self, ranks: Sequence[int], until: float) -> Protocol[str | None]:
         """Return the decision's text if there is one, or will be since one of `ranks` has reported.
@@ -73,7 +73,8 @@ class Failure:
             f"{self._at}/decision", *(f"{self._at}/said/{rank}" for rank in ranks)
         ))  # fmt: skip
         told = any(report is not None for report in reports)
-        return (yield from self.read(until)) if told else None
+        decision = (yield from self.read(until)) if told else None
+        return None if decision is None else str(decision["text"])
 
     def report(self, words: bytes) -> Protocol[None]:
         """Report, before this rank breaks its connections.
@@ -105,7 +106,7 @@ class Failure:
             words = yield from said(self._at, here)
             ended = yield Get(tuple(f"{self._at}/ended/{rank}" for rank in absent))
             words |= {r: each for r, each in zip(absent, ended, strict=True) if each is not None}
-            return {"kind": "failed", "text": blame(absent, words), "absent": pack(absent)}
+            return {"kind": "failed", "absent": pack(absent), **blame(absent, words)}
 
         if self._arrival is Arrival.LAST:
             decision = yield from conclude(self._at, (yield from decide((), False)))

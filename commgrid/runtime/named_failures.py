@@ -20,10 +20,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, PeerTimeoutError
-from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.planning.spec import GridSpec
 from commgrid.recording import remote
 from commgrid.recording.places import whereabouts
@@ -122,6 +122,8 @@ def named_failures(
         why = remote.at_failure(grid.identity, late)
         if learnt is None and watch is not None and watch.read(timeouts().seen):
             learnt = grid.failure
+        if learnt is not None and watch is not None:
+            _registry.place.gone |= watch.ended
         if learnt is None:
             told = board.inquire(grid, error, f"{me}{at}")
         else:  # a gate has found it, where nothing watches
@@ -244,8 +246,9 @@ class FailureBoard:
             _abort(grid, error)
             if known is None:
                 blame = partial(_blame, error, grid.rank)
-                known = str(self._driver.run(self._failure.find_out(blame))["text"])
-            return known
+                known = self._driver.run(self._failure.find_out(blame))
+            _registry.place.gone |= unpack(known.get("gone", ""))
+            return str(known["text"])
         except StoreLostError as lost:
             _abort(grid, error)
             return _store_is_gone(grid, lost.silent, waited_for, mine)
@@ -253,28 +256,42 @@ class FailureBoard:
             self._driver.close()
 
 
-def _blame(error: BaseException, me: int, absent: Sequence[int], words: Mapping[int, bytes]) -> str:
+def _blame(
+    error: BaseException, me: int, absent: Sequence[int], words: Mapping[int, bytes]
+) -> dict[str, str]:
     """Describe a failure by the absent ranks, and by the ranks that the others waited for.
 
     Args:
         error: of the rank that decides, `me`.
         words: of all that have reported, and of absent ranks whose program has ended.
+
+    Returns:
+        The `text`, and which ranks are `gone`. A rank that was waited for in vain may live.
     """
     ended = {rank: words[rank].decode() for rank in absent if rank in words}
     said = {rank: json.loads(each) for rank, each in words.items() if rank not in ended}
     reports = [said[me], *(each for rank, each in said.items() if rank != me)]
-    missing, waited_for = set(absent), {*said[me]["waited_for"]}
+    missing, late = set(absent), _says_late(error)
     gone = missing & set().union(*(each["waited_for"] for each in reports)) or missing
-    if _says_late(error):  # a host out of reach says nothing; a process that ends is seen
+    if late:  # a host out of reach says nothing; a process that ends is seen
         gone |= _whole_hosts(gone, missing)
+    return {"text": _told(gone, ended, reports), "gone": "" if late else pack(gone)}
+
+
+def _told(gone: set[int], ended: Mapping[int, str], reports: Sequence[Mapping[str, Any]]) -> str:
+    """The text of a failure.
+
+    Args:
+        gone: the absent ranks to name.
+        ended: how the programs of absent ranks have ended.
+        reports: of the others; first that of the rank that decides.
+    """
     for each in reports:
         if each["knows"] and (not gone or gone == {*each["waited_for"]}):
             return str(each["knows"])
-    mine = str(said[me]["saw"])
     if not gone:
-        return f"a connection failed, or a rank came too late: {mine}"
-    if not gone & waited_for:
-        mine = next((each["saw"] for each in reports if gone & {*each["waited_for"]}), mine)
+        return f"a connection failed, or a rank came too late: {reports[0]['saw']}"
+    mine = next((e["saw"] for e in reports if gone & {*e["waited_for"]}), reports[0]["saw"])
     if gone <= ended.keys() and len({ended[rank] for rank in gone}) == 1:
         return f"{describe_ranks(gone)} {ended[min(gone)]}: {mine}"
     return f"{no_answer_of(gone)}: {mine}"

@@ -67,8 +67,10 @@ class StorePlace:
         server: the rank that serves the store; None: the launcher, or another program.
         standbys: ranks that serve standby stores, and their addresses.
         own: this process's standby store.
-        gone: ranks missing when a grid was rebuilt.
+        gone: ranks missing when a grid was rebuilt, or named as gone by a failure.
         ended: missing ranks whose processes were seen to end.
+        epoch: of the world that met there; empty: it has not met.
+        left: whether this process has left it.
     """
 
     server: int | None = None
@@ -76,6 +78,8 @@ class StorePlace:
     own: torch_standby.Standby | None = None
     gone: frozenset[int] = frozenset()
     ended: frozenset[int] = frozenset()
+    epoch: str = ""
+    left: bool = False
 
 
 class Registry:
@@ -188,8 +192,10 @@ class Registry:
                 deadline=deadline,
                 phases=("ready",),
             ) as rendezvous:
-                epoch, patience = rendezvous.incarnation, rendezvous.patience()
-                torch_world.start_world(launch, self.store, epoch, chosen, patience, watched)
+                self.place.epoch, patience = rendezvous.incarnation, rendezvous.patience()
+                torch_world.start_world(
+                    launch, self.store, self.place.epoch, chosen, patience, watched
+                )
                 self.place.standbys = self._tell_standbys(rendezvous, launch.rank, candidates)
         except BaseException:
             with suppress(RuntimeError):
@@ -232,8 +238,7 @@ class Registry:
             self.made.clear()
 
     def leave(self) -> None:
-        """At exit: ends everything; the rank that serves the store waits for the others a little,
-        since they may still be reading from it."""
+        """At exit: ends everything."""
         end_all()
         error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
         if torch_world.is_initialized():
@@ -241,15 +246,20 @@ class Registry:
                 for tell in self.at_exit:
                     tell(grid, error)
         end(failed=error is not None, at_exit=True)
-        launch, store, place = self.launch, self.store, self.place
-        if launch is None or launch.world_size == 1:
+        self.leave_store()
+
+    def leave_store(self) -> None:
+        """Leave the store, once: the rank that serves it waits for the others a little, since they
+        may still read and delete keys."""
+        launch, place = self.launch, self.place
+        if launch is None or launch.world_size == 1 or place.server is None or place.left:
             return
-        serves = place.server == launch.rank
-        expected = launch.world_size - len(place.gone)
-        driver = StoreDriver(store, launch.world_size)
+        place.left = True
+        driver = StoreDriver(self.store, launch.world_size)
+        world, serves = range(launch.world_size), place.server == launch.rank
         until = time.monotonic() + timeouts().exit
         with suppress(StoreLostError):  # the store has gone first
-            driver.run(leave_world(expected, serves, until))
+            driver.run(leave_world(place.epoch, launch.rank, world, place.gone, serves, until))
         driver.close()
 
 
@@ -379,9 +389,13 @@ def _taken(names: Sequence[str]) -> Iterator[HyperCommGrid]:
 def shutdown() -> None:
     """Destroys all grids, and ends torch.distributed where commgrid started it; runs at exit.
 
-    The states of `checkpoint.keep` are dropped too: the next training is another job.
+    The states of `checkpoint.keep` are dropped too: the next training is another job. The rank that
+    serves the store waits until the others have shut down, `Timeouts.exit` at most.
     """
+    started = _registry.started_world
     end(failed=False)
+    if started:
+        _registry.leave_store()
     use_timeouts(None)
     for each in _registry.at_shutdown:
         each()

@@ -13,8 +13,8 @@ from commgrid.rendezvous.timeouts import timeouts
 from tests.rendezvous.simulator import FAULTS, Process, Simulation, every_fault
 
 
-def text(absent: Sequence[int], words: Mapping[int, bytes]) -> str:
-    return f"{list(absent)}, told by {sorted(words)}"
+def text(absent: Sequence[int], words: Mapping[int, bytes]) -> dict[str, str]:
+    return {"text": f"{list(absent)}, told by {sorted(words)}"}
 
 
 def failing(rank: int, world: int) -> Protocol[Decision]:

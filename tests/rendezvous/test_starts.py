@@ -210,19 +210,38 @@ def test_operations_do_not_grow_with_the_world(world: int) -> None:
         assert issued[-1] <= 34
 
 
-def test_the_server_of_the_store_leaves_last() -> None:
-    """Or after a time, if a rank has ended without leaving."""
-    for absent in ([], [2]):
-        found = Simulation()
-        for rank in range(4):
-            if rank not in absent:
-                found.start(
-                    rank, lambda now, r=rank: leave_world(4, r == 0, now + 5.0), float(rank)
-                )
-        found.run()
-        over = {process.rank: process.over_at for process in found.processes}
-        assert over[0] >= (5.0 if absent else over[3] - 0.01)
-        assert all(process.ended for process in found.processes)
+@pytest.mark.parametrize("gone", [[], [2]])
+@pytest.mark.parametrize("absent", [[], [2]])
+def test_the_server_of_the_store_leaves_last(absent: list[int], gone: list[int]) -> None:
+    """Or after a time, if a rank has ended without leaving, and no failure has named it."""
+    found = Simulation()
+    for rank in range(4):
+        if rank not in absent:
+            found.start(
+                rank,
+                lambda now, r=rank: leave_world("e", r, range(4), gone, r == 0, now + 5.0),
+                float(rank),
+            )
+    found.run()
+    over = {process.rank: process.over_at for process in found.processes}
+    assert over[0] >= (5.0 if absent != gone and absent else over[3] - 0.01)
+    assert over[0] < (5.5 if absent and not gone else 3.5)
+    assert all(process.ended for process in found.processes)
+
+
+def test_a_rank_that_was_named_as_gone_and_lives_makes_nobody_leave_early() -> None:
+    """Its own arrival, after the others have counted it, does not stand for rank 1's."""
+    found = Simulation()
+    for rank, at in ((2, 0.0), (0, 1.0), (1, 3.0)):
+        gone = [] if rank == 2 else [2]
+        found.start(
+            rank,
+            lambda now, r=rank, g=gone: leave_world("e", r, range(3), g, r == 0, now + 5.0),
+            at,
+        )
+    found.run()
+    over = {process.rank: process.over_at for process in found.processes}
+    assert 3.0 <= over[0] < 3.5
 
 
 def test_a_pause_within_the_limit_is_no_reason_to_give_up() -> None:
