@@ -7,8 +7,9 @@ reports, and breaks its own connections. Ranks that wait for it then fail and re
                                                observes: all but rank 3 have reported ─► decides
 
 The first rank to report observes. If one rank is absent it decides `settle` after the last report;
-if several are, `arrive` after the first, since one may wait for another. A rank that has failed
-itself decides at once, with its error.
+if several are, `arrive` after the first, since one may wait for another. If all absent ranks are
+over, having ended their part in order, it decides at once. A rank that has failed itself decides
+at once, with its error.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from commgrid.layout.rank_text import pack
-from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived
+from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import (
     Decision,
@@ -33,8 +34,19 @@ from commgrid.rendezvous.timeouts import timeouts
 Blame = Callable[[Sequence[int], Mapping[int, bytes]], Mapping[str, Any]]
 """Makes the `text` of a decision, and what else it says, from the absent ranks and words of ranks.
 
-Words of an absent rank are those that it left when its program ended.
+Words of an absent rank are those that it left when it ended.
 """
+ENDED = b"ended without an error, and without this call"
+"""Words of an absent rank that is over, unless it has left others."""
+
+
+def failures_of(identity: str) -> str:
+    """Return the key of the round about a grid's failure.
+
+    Args:
+        identity: of the grid.
+    """
+    return f"commgrid/failures/{identity}"
 
 
 class Failure:
@@ -94,6 +106,15 @@ class Failure:
         """
         yield Put(f"{self._at}/ended/{self._me}", words)
 
+    def over(self) -> Protocol[None]:
+        """End this rank's part in order, which may be while another rank waits for it.
+
+        The last rank to do so deletes the marks of all.
+        """
+        at = f"{self._at}/over"
+        if (yield from arrive(at, self._me, self._members)) is Arrival.LAST:
+            yield Drop(tuple(counters(at, self._members)))
+
     def find_out(self, blame: Blame) -> Protocol[Decision]:
         """Return the decision after this rank has reported: its `text`, and the `absent` ranks.
 
@@ -104,6 +125,7 @@ class Failure:
         def decide(absent: Sequence[int], _: bool) -> Protocol[Mapping[str, Any]]:
             here = [rank for rank in self._members if rank not in {*absent}]
             words = yield from said(self._at, here)
+            words |= dict.fromkeys((yield from arrived(f"{self._at}/over", absent)), ENDED)
             ended = yield Get(tuple(f"{self._at}/ended/{rank}" for rank in absent))
             words |= {r: each for r, each in zip(absent, ended, strict=True) if each is not None}
             return {"kind": "failed", "absent": pack(absent), **blame(absent, words)}
@@ -123,7 +145,8 @@ class Failure:
         """Leave; the last rank to do so deletes the keys but for the decision."""
         if (yield Add(f"{self._at}/gone", 1)) >= (yield Add(f"{self._at}/reports", 0)):
             yield from drop_but_decision(self._at, self._members, self._members)
-            yield Drop((f"{self._at}/reports", f"{self._at}/gone"))
+            over = counters(f"{self._at}/over", self._members)
+            yield Drop((f"{self._at}/reports", f"{self._at}/gone", *over))
 
     def _absent(self) -> Protocol[list[int]]:
         """Observe until all have reported, or time is up; return the absent ranks."""
@@ -137,7 +160,7 @@ class Failure:
             limit = began + timeouts().arrive
             if len(absent) <= 1:
                 limit = min(limit, last + timeouts().settle)
-            if not absent or now >= limit:
+            if absent == (yield from arrived(f"{self._at}/over", absent)) or now >= limit:
                 return absent
             found = yield WaitKey(f"{self._at}/decision", min(now + pause, limit))
             if found is not None:

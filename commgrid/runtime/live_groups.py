@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
@@ -11,12 +12,16 @@ from commgrid.errors import PeerFailedError, PeerTimeoutError
 from commgrid.health.detector import Watch
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.planning.spec import GridSpec
+from commgrid.rendezvous.failure_round import Failure, failures_of
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.runtime.communicator import Communicator
 from commgrid.runtime.device_mesh import GridMeshes
 from commgrid.runtime.named_groups import NamedGroups
+from commgrid.store.driver import StoreDriver
 from commgrid.store.gate import Hearing
 from commgrid.torch_compat import ended_groups
 from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.mesh import forget_plans
 from commgrid.torch_compat.peer_errors import as_peer_error
 
@@ -198,10 +203,22 @@ class LiveGroups(NamedGroups):
 
     def destroy(self) -> None:
         """Destroy the grid's communicators; a second call does nothing."""
-        torch_groups.destroy_all(self._let_go())
+        self._destroy(at_exit=False)
 
-    def _destroy_at_exit(self) -> None:
-        torch_groups.destroy_all(self._let_go(), at_exit=True)
+    def _destroy(self, at_exit: bool) -> None:
+        self._tell_over()  # before connections close, by which ranks that wait for this one notice
+        torch_groups.destroy_all(self._let_go(), at_exit)
+
+    def _tell_over(self) -> None:
+        if not self._owns_groups or not self._communicators or not self.is_alive:
+            return
+        ranks = tuple(sorted(self._spec.grid_ranks))
+        if len(ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
+            return
+        driver = StoreDriver(torch_world.world_store(), len(ranks))
+        with suppress(StoreLostError):  # with the rank that served it
+            driver.run(Failure(failures_of(self.identity), self._rank, ranks).over())
+        driver.close()
 
     def abort(self) -> None:
         """Destroy the grid after a failure, without waiting for calls under way.

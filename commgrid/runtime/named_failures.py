@@ -27,7 +27,7 @@ from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.planning.spec import GridSpec
 from commgrid.recording import remote
 from commgrid.recording.places import whereabouts
-from commgrid.rendezvous.failure_round import Failure
+from commgrid.rendezvous.failure_round import Failure, failures_of
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.grid import HyperCommGrid
@@ -169,11 +169,9 @@ def _peer_error(told: str, late: bool, who: str) -> CommGridError:
 
 
 def _tell_end(grid: HyperCommGrid, error: BaseException | None) -> None:
-    """Tell ranks that may wait for this one that its program has ended, and how."""
-    how = "ended without an error, and without this call"
+    """Tell ranks that may wait for this one that an error has ended its program."""
     if error is not None:
-        how = f"ended with {type(error).__name__}: {first_line(error)}"
-    FailureBoard(grid).end(how)
+        FailureBoard(grid).end(f"ended with {type(error).__name__}: {first_line(error)}")
 
 
 _registry.at_exit.append(_tell_end)
@@ -198,7 +196,7 @@ class FailureBoard:
     def __init__(self, grid: Identified) -> None:
         self._ranks = ranks = tuple(sorted(grid.spec.grid_ranks))
         me = torch_world.world_rank()
-        self._failure = Failure(f"commgrid/failures/{grid.identity}", me, ranks)
+        self._failure = Failure(failures_of(grid.identity), me, ranks)
         self._driver = StoreDriver(torch_world.world_store(), len(ranks))
 
     def post(self, text: str) -> str:
@@ -275,6 +273,7 @@ def _blame(
     gone = missing & set().union(*(each["waited_for"] for each in reports)) or missing
     if late:  # a host out of reach says nothing; a process that ends is seen
         gone |= _whole_hosts(gone, missing)
+    gone = gone - ended.keys() or gone  # ranks that ended in order may have come to the call before
     return {"text": _told(gone, ended, reports), "gone": "" if late else pack(gone)}
 
 

@@ -437,7 +437,7 @@ def end(failed: bool, at_exit: bool = False) -> None:
                 _tell_over(grid)
     try:
         for grid in _taken(list(_registry.grids)):
-            grid._destroy_at_exit() if at_exit else grid.destroy()
+            grid._destroy(at_exit)
     finally:
         _registry.stop_world()
         recorder.rest()

@@ -47,6 +47,42 @@ def test_an_absent_rank_whose_program_ended_has_left_its_words() -> None:
     assert told == {"[2], told by [0, 1, 2]"}
 
 
+def ending(rank: int, world: int) -> Protocol[None]:
+    yield from Failure("f", rank, range(world)).over()
+
+
+@pytest.mark.parametrize("over", [{1}, {2, 3}, {0, 1, 2}])
+def test_ranks_that_ended_in_order_are_named_at_once(over: set[int]) -> None:
+    found = Simulation()
+    for rank in range(4):
+        begins = (lambda now, r=rank: ending(r, 4)) if rank in over else None
+        found.start(rank, begins or (lambda now, r=rank: failing(r, 4)), 0.0 if begins else 1.0)
+    found.run()
+    told = [process for process in found.processes if process.rank not in over]
+    assert [named(process) for process in told] == [over] * len(told)
+    assert {process.result["text"].partition("by ")[2] for process in told} == {"[0, 1, 2, 3]"}
+    assert max(process.over_at for process in told) < 1.0 + timeouts().settle / 2
+    assert set(found.store.values) == {"f/decision"}
+
+
+def test_a_rank_that_has_not_ended_is_waited_for_beside_one_that_has() -> None:
+    """It computes for five seconds before it comes to the collective that has failed."""
+    found = Simulation()
+    found.start(3, lambda now: ending(3, 4), 0.0)
+    for rank, at in ((0, 1.0), (1, 1.1), (2, 6.0)):
+        found.start(rank, lambda now, r=rank: failing(r, 4), at)
+    found.run()
+    assert [named(process) for process in found.processes[1:]] == [{3}] * 3
+
+
+def test_ranks_that_all_end_in_order_leave_nothing() -> None:
+    found = Simulation()
+    for rank in range(64):
+        found.start(rank, lambda now, r=rank: ending(r, 64), rank / 10)
+    found.run()
+    assert not found.store.values
+
+
 @pytest.mark.parametrize("dead", range(8))
 def test_a_dead_rank_is_named_around_a_ring(dead: int) -> None:
     """Each rank reports a moment after its neighbour."""

@@ -5,10 +5,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
+import torch
 
-from commgrid.testing import free_port
+import commgrid
+from commgrid.collectives import all_reduce
+from commgrid.errors import PeerFailedError
+from commgrid.failures import named_failures
+from commgrid.testing import free_port, run_on_ranks
+from tests.killing import KILLED, kill_me, run_killable
+from tests.waiting import until
 
 LATER = """
 import torch
@@ -54,6 +62,65 @@ def test_who_waits_is_told_how_the_other_program_ended(act: str, how: str) -> No
     with two_ranks(SCRIPT.format(act=act)) as ranks:
         said = [rank.communicate(timeout=120)[1] for rank in ranks]
     assert f"PeerFailedError: {how}" in said[0], "\n".join(said)
+
+
+HASTE = {"COMMGRID_TIMEOUTS": "settle=1000 arrive=1000"}
+"""Ranks that are waited for after a failure would be waited for till the test ends."""
+
+
+def one_batch_more(end: str) -> str:
+    """Rank 0 gets a batch more than the others, which end their loop."""
+    grid = commgrid.initialize(timeout=200, watch=False, backend="gloo")
+    try:
+        with named_failures():
+            for _ in range(4 if grid.rank == 0 else 3):
+                all_reduce(torch.ones(1), "dp")
+    except PeerFailedError as error:
+        return str(error)
+    if end == "kill" and grid.rank == 2:
+        kill_me()
+    if end == "destroy":
+        grid.destroy()
+    elif end == "shut down":
+        commgrid.shutdown()
+    return "no error"
+
+
+@pytest.mark.parametrize("end", ["destroy", "shut down", "end"])
+def test_ranks_that_have_left_the_loop_in_order_have_ended(end: str) -> None:
+    """Rank 0 said that they were gone or did not answer, after 10 s, if they had shut down."""
+    said, *others = run_killable(one_batch_more, 3, end, environ=HASTE, timeout=100)
+    assert said.startswith("ranks 1-2 ended without an error, and without this call: rank 0 in "), (
+        said
+    )
+    assert others == ["no error"] * 2
+
+
+def test_a_rank_that_ended_in_order_is_not_named_beside_one_that_is_gone() -> None:
+    """It may have come to the call before it ended."""
+    said, _, killed = run_killable(
+        one_batch_more, 3, "kill", environ={"COMMGRID_TIMEOUTS": "arrive=2"}, timeout=100
+    )
+    assert killed == KILLED
+    assert said.startswith("rank 2 is gone or does not answer: rank 0 in "), said
+
+
+def ends_early(folder: str) -> str:
+    """Rank 1 destroys the grid before the others have left their last call's block."""
+    grid, mark = commgrid.initialize(timeout=200, backend="gloo"), Path(folder, "destroyed")
+    with named_failures():
+        all_reduce(torch.ones(1), "dp")
+        if grid.rank != 1:
+            until(mark.exists, f"{mark}")
+    grid.destroy()
+    if grid.rank == 1:
+        mark.touch()
+    return "no error"
+
+
+def test_a_rank_may_end_before_the_others(tmp_path: Path) -> None:
+    found = run_on_ranks(ends_early, 3, str(tmp_path), backend=None, launcher="torchrun")
+    assert found == ["no error"] * 3
 
 
 def test_addresses_of_a_program_that_has_ended_stay() -> None:
