@@ -59,13 +59,13 @@ class Whereabouts:
 
 def whereabouts(error: BaseException) -> Whereabouts | None:
     """Return the call in which this rank was when it raised, None if it is not known."""
-    line, called = "", ""
+    line, called = _outer_line(error), ""
     on: tuple[str, dist.ProcessGroup] | None = None
     for frame, number in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
         if not is_ours(code.co_filename):
             if is_programs(code.co_filename):
-                line = f"{Path(code.co_filename).name}:{number} in {code.co_name}"
+                line = _line(code, number)
                 called, on = "", None
             continue
         if code.co_name != "named_failures" and not called and not _passes_on(code):
@@ -83,6 +83,18 @@ def whereabouts(error: BaseException) -> Whereabouts | None:
         ranks = tuple(dist.get_process_group_ranks(group))
     names = ", ".join((group.group_desc or group.group_name).split(","))
     return Whereabouts(operation.lstrip("_"), names, ranks, line)
+
+
+def _outer_line(error: BaseException) -> str:
+    """The program's line that called the function in which an error was caught."""
+    frame = error.__traceback__.tb_frame.f_back if error.__traceback__ is not None else None
+    while frame is not None and not is_programs(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else _line(frame.f_code, frame.f_lineno)
+
+
+def _line(code: CodeType, number: int) -> str:
+    return f"{Path(code.co_filename).name}:{number} in {code.co_name}"
 
 
 def _passes_on(code: CodeType) -> bool:

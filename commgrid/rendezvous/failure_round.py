@@ -14,7 +14,7 @@ at once, with its error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from commgrid.layout.rank_text import pack
@@ -26,6 +26,8 @@ from commgrid.rendezvous.round import (
     decision_of,
     decoded,
     drop_but_decision,
+    drop_left,
+    leave,
     said,
     tidy,
 )
@@ -140,6 +142,22 @@ class Failure:
             decision = yield from decision_of(self._at, self._me, self._members, until, decide)
         yield from tidy(self._leave())
         return decision
+
+    def leave(self, absent: Iterable[int], serves: bool) -> Protocol[None]:
+        """Leave with the decision. The process that serves the store waits for others to read it.
+
+        Args:
+            absent: ranks that the decision names as absent.
+            serves: whether this process serves the store.
+        """
+        at, gone = f"{self._at}/heard", set(absent)
+        if serves:
+            gone |= {*(yield from arrived(f"{self._at}/over", self._members))}
+        until = (yield Now()) + timeouts().leave
+        yield from leave(at, self._me, self._members, gone, serves, until)
+        if serves:
+            yield from drop_left(at, self._members)
+            yield Drop(tuple(counters(f"{self._at}/over", self._members)))
 
     def _leave(self) -> Protocol[None]:
         """Leave; the last rank to do so deletes the keys but for the decision."""

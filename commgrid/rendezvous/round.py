@@ -19,7 +19,7 @@ The keys of a round at `R`:
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -133,6 +133,34 @@ def said(at: str, members: Sequence[int]) -> Protocol[dict[int, bytes]]:
     """Return the words of some members in a round, by rank; silent ones are left out."""
     found = yield Get(tuple(f"{at}/said/{rank}" for rank in members))
     return {rank: text for rank, text in zip(members, found, strict=True) if text is not None}
+
+
+def leave(
+    at: str, me: int, members: Sequence[int], gone: Iterable[int], serves: bool, until: float
+) -> Protocol[None]:
+    """Leave the store, or what is read there. The process that serves it waits for the others.
+
+    Args:
+        at: key of the place.
+        me: this process's rank.
+        members: ranks that leave.
+        gone: members that do not leave any more. If one of them is alive, its own arrival counts no
+            more than theirs for it.
+        serves: whether this process serves the store.
+        until: time at which it stops waiting.
+    """
+    arrivals = set()
+    for rank in sorted({me, *gone}):
+        arrivals.add((yield from arrive(at, rank, members)))
+    if Arrival.LAST in arrivals:
+        yield Put(f"{at}/all", b"")
+    elif serves:
+        yield WaitKey(f"{at}/all", until)
+
+
+def drop_left(at: str, members: Sequence[int]) -> Protocol[None]:
+    """Delete the keys of `leave`."""
+    yield Drop((f"{at}/all", *counters(at, members)))
 
 
 def drop(at: str, members: Sequence[int]) -> Protocol[None]:

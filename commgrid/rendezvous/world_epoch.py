@@ -13,15 +13,15 @@ All keys of a world lie below its epoch, so that nothing else has to tell attemp
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import Agreement
-from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
+from commgrid.rendezvous.arrival_bitmap import arrive, arrived, counters
 from commgrid.rendezvous.documents import drop_agreement, show
 from commgrid.rendezvous.op import Drop, Get, Now, Protocol, Put, WaitKey
-from commgrid.rendezvous.round import Decision, conclude, decision_of
+from commgrid.rendezvous.round import Decision, conclude, decision_of, drop_left
 from commgrid.rendezvous.start_decision import error_of, held_up
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -80,8 +80,8 @@ class FirstAgreement(Agreement):
         yield Drop(tuple(counters("lobby", self._members)))
         if before is not None:
             yield from drop_agreement(before, self._members)
-            left = _left(before)
-            yield Drop((f"{before}/next", f"{left}/all", *counters(left, self._members)))
+            yield Drop((f"{before}/next",))
+            yield from drop_left(left_at(before), self._members)
 
     def _opened(self) -> Protocol[str]:
         """Wait for an epoch that this rank has not seen yet.
@@ -166,29 +166,10 @@ class FirstAgreement(Agreement):
         return []
 
 
-def leave_world(
-    epoch: str, me: int, members: Sequence[int], gone: Iterable[int], serves: bool, until: float
-) -> Protocol[None]:
-    """Leave when nothing is left to do at the store. Its server waits for the others.
+def left_at(epoch: str) -> str:
+    """Return the place where ranks leave a world.
 
     Args:
         epoch: name of the world's; empty if this process has come to none.
-        me: this process's rank.
-        members: ranks of the world.
-        gone: ranks that a failure has named as gone, which do not leave any more. If one of them is
-            alive, its own arrival counts no more than theirs for it.
-        serves: whether this process serves the store.
-        until: time at which it stops waiting.
     """
-    at, all_left = _left(epoch), f"{_left(epoch)}/all"
-    arrivals = set()
-    for rank in sorted({me, *gone}):
-        arrivals.add((yield from arrive(at, rank, members)))
-    if Arrival.LAST in arrivals:
-        yield Put(all_left, b"")
-    elif serves:
-        yield WaitKey(all_left, until)
-
-
-def _left(epoch: str) -> str:
     return f"{epoch}/left" if epoch else "left"

@@ -26,7 +26,7 @@ from commgrid.errors import CommGridError, GridDestroyedError, PeerFailedError, 
 from commgrid.layout.rank_text import describe_ranks, pack, unpack
 from commgrid.planning.spec import GridSpec
 from commgrid.recording import remote
-from commgrid.recording.places import whereabouts
+from commgrid.recording.places import Whereabouts, whereabouts
 from commgrid.rendezvous.failure_round import Failure, failures_of
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
@@ -39,6 +39,7 @@ from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _GUESSES = ("not answer", "came too late")  # ends of messages that only guess at the cause
+_NAMED = 4  # calls in a message
 
 
 class GoneError(PeerFailedError):
@@ -108,6 +109,7 @@ def named_failures(
             if watch is not None:
                 watch.leave(said)
             grid.abort_after_failure()
+            board.leave()
             raise
         if not peer:
             said = f"{me} failed{at}: {type(error).__name__}: {first_line(error)}"
@@ -117,6 +119,7 @@ def named_failures(
             grid.abort_after_failure()
             if doing is not None:
                 error.add_note(f"commgrid: {me} failed{at}")
+            board.leave()
             raise
         late = _says_late(error) or (learnt is not None and learnt.late)
         why = remote.at_failure(grid.identity, late)
@@ -125,13 +128,15 @@ def named_failures(
         if learnt is not None and watch is not None:
             _registry.place.gone |= watch.ended
         if learnt is None:
-            told = board.inquire(grid, error, f"{me}{at}")
+            told = board.inquire(grid, error, at)
         else:  # a gate has found it, where nothing watches
             told = learnt.text if watch is not None else board.post(learnt.text)
         grid.abort_after_failure()
         late = _says_late(error) if learnt is None else learnt.late
         who = f"{me} was{at}" if at else me
-        raise _peer_error(_with_reason(told, why()), late, who) from error
+        told = _with_reason(told, why())
+        board.leave()
+        raise _peer_error(told, late, who) from error
     failure = grid.failure
     if failure is not None:
         # A collective that was woken has returned numbers that no rank has sent.
@@ -198,6 +203,9 @@ class FailureBoard:
         me = torch_world.world_rank()
         self._failure = Failure(failures_of(grid.identity), me, ranks)
         self._driver = StoreDriver(torch_world.world_store(), len(ranks))
+        self._rank, self._absent = me, set[int]()
+        # On a watched grid ranks learn of a failure without the store.
+        self._is_read = getattr(grid, "watch", None) is None
 
     def post(self, text: str) -> str:
         """Write the failure unless there is an earlier one; return the first."""
@@ -212,6 +220,14 @@ class FailureBoard:
             self._driver.run(self._failure.end(how.encode()))
         self._driver.close()
 
+    def leave(self) -> None:
+        """Leave with the failure; the rank that serves the store waits for others to read it."""
+        server = _server_rank()
+        if self._is_read and server in self._ranks:
+            with suppress(StoreLostError):
+                self._driver.run(self._failure.leave(self._absent, server == self._rank))
+        self._driver.close()
+
     def told_by(self, ranks: Sequence[int]) -> str | None:
         """The failure if there is one, or if one of `ranks` has begun to ask for its cause."""
         members = [rank for rank in ranks if rank in self._ranks]
@@ -223,7 +239,7 @@ class FailureBoard:
         finally:
             self._driver.close()
 
-    def inquire(self, grid: HyperCommGrid, error: BaseException, me: str) -> str:
+    def inquire(self, grid: HyperCommGrid, error: BaseException, at: str) -> str:
         """Find the failed rank if this one only knows that a rank is gone or silent.
 
         The grid is aborted, so that ranks that wait for this one call `inquire` too. Ranks that do
@@ -231,12 +247,16 @@ class FailureBoard:
 
         Args:
             error: this rank's.
-            me: this rank and where it was, for the message.
+            at: where it was, for the message.
         """
-        waited_for = _waited_for(error)
-        mine = f"{me} got {first_line(error)}"
-        knows = f"{error}" if isinstance(error, GoneError) else ""
-        words = json.dumps({"waited_for": sorted(waited_for), "saw": mine, "knows": knows})
+        where = whereabouts(error)
+        waited_for = _waited_for(error, where)
+        mine = f"rank {grid.rank}{at} got {first_line(error)}"
+        words = json.dumps({
+            "rank": grid.rank, "at": at, "waited_for": sorted(waited_for), "saw": mine,
+            "knows": f"{error}" if isinstance(error, GoneError) else "", "late": _says_late(error),
+            "call": where.operation if where is not None and where.ranks else "",
+        })  # fmt: skip
         try:
             known = self._driver.run(self._failure.read(0.0))
             if known is None:
@@ -245,6 +265,7 @@ class FailureBoard:
             if known is None:
                 blame = partial(_blame, error, grid.rank)
                 known = self._driver.run(self._failure.find_out(blame))
+            self._absent = unpack(known.get("absent", ""))
             _registry.place.gone |= unpack(known.get("gone", ""))
             return str(known["text"])
         except StoreLostError as lost:
@@ -269,7 +290,7 @@ def _blame(
     ended = {rank: words[rank].decode() for rank in absent if rank in words}
     said = {rank: json.loads(each) for rank, each in words.items() if rank not in ended}
     reports = [said[me], *(each for rank, each in said.items() if rank != me)]
-    missing, late = set(absent), _says_late(error)
+    missing, late = set(absent), any(each["late"] for each in reports)
     gone = missing & set().union(*(each["waited_for"] for each in reports)) or missing
     if late:  # a host out of reach says nothing; a process that ends is seen
         gone |= _whole_hosts(gone, missing)
@@ -289,11 +310,33 @@ def _told(gone: set[int], ended: Mapping[int, str], reports: Sequence[Mapping[st
         if each["knows"] and (not gone or gone == {*each["waited_for"]}):
             return str(each["knows"])
     if not gone:
-        return f"a connection failed, or a rank came too late: {reports[0]['saw']}"
+        guess = f"a connection failed, or a rank came too late: {reports[0]['saw']}"
+        return _each_other(reports) or guess
     mine = next((e["saw"] for e in reports if gone & {*e["waited_for"]}), reports[0]["saw"])
     if gone <= ended.keys() and len({ended[rank] for rank in gone}) == 1:
         return f"{describe_ranks(gone)} {ended[min(gone)]}: {mine}"
     return f"{no_answer_of(gone)}: {mine}"
+
+
+def _each_other(reports: Sequence[Mapping[str, Any]]) -> str:
+    """Say where ranks wait in vain for each other, first those that few wait with; "": they do not.
+
+    If all ranks of a call are in it, its connections have failed, and others wait for them.
+    """
+    calls: dict[tuple[str, ...], list[Mapping[str, Any]]] = {}
+    for each in sorted(reports, key=lambda each: int(each["rank"])):
+        calls.setdefault((each["call"], *map(str, each["waited_for"])), []).append(each)
+    complete = any(len(those) == len(those[0]["waited_for"]) for those in calls.values())
+    if complete or not all(each["call"] for each in reports):
+        return ""
+    if not any(each["late"] for each in reports):  # a closed connection is no wait in vain
+        return ""
+    few = sorted(calls.values(), key=len)
+    where = [f"{describe_ranks(r['rank'] for r in those)}{those[0]['at']}" for those in few]
+    return (
+        f"ranks wait for each other: {'; '.join(where[:_NAMED])}; let all ranks of a group make "
+        "the same calls in the same order"
+    )
 
 
 def _store_is_gone(grid: HyperCommGrid, silent: bool, waited_for: set[int], mine: str) -> str:
@@ -319,11 +362,10 @@ def no_answer_of(ranks: set[int]) -> str:
     return f"{describe_ranks(ranks) if ranks else 'a rank'} {how} not answer"
 
 
-def _waited_for(error: BaseException) -> set[int]:
-    """The ranks that this one may have waited for."""
+def _waited_for(error: BaseException, where: Whereabouts | None) -> set[int]:
+    """The ranks that this one may have waited for, at the place of its error."""
     if isinstance(error, GoneError):
         return set() if error.rank is None else {error.rank}
-    where = whereabouts(error)
     return set(where.ranks) if where is not None else set()
 
 

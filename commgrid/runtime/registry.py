@@ -20,8 +20,9 @@ from commgrid.planning.spec import GridSpec
 from commgrid.recording import recorder, remote
 from commgrid.rendezvous.membership import Membership
 from commgrid.rendezvous.op import StoreLostError
+from commgrid.rendezvous.round import leave
 from commgrid.rendezvous.timeouts import timeouts, use_timeouts
-from commgrid.rendezvous.world_epoch import leave_world
+from commgrid.rendezvous.world_epoch import left_at
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store import standby as torch_standby
@@ -259,7 +260,7 @@ class Registry:
         world, serves = range(launch.world_size), place.server == launch.rank
         until = time.monotonic() + timeouts().exit
         with suppress(StoreLostError):  # the store has gone first
-            driver.run(leave_world(place.epoch, launch.rank, world, place.gone, serves, until))
+            driver.run(leave(left_at(place.epoch), launch.rank, world, place.gone, serves, until))
         driver.close()
 
 

@@ -118,6 +118,7 @@ BY_NO_CALL = [
     "rank … says nothing for … s",
     "… not come to call … on …, for which rank … has waited",
     "… have waited … s for each other",
+    "ranks wait for each other: …; let all ranks of a group make the same calls in the same order",
 ]
 """Rows of errors whose class is chosen while the program runs."""
 

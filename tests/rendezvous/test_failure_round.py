@@ -7,7 +7,7 @@ import pytest
 
 from commgrid.layout.rank_text import unpack
 from commgrid.rendezvous.failure_round import Failure
-from commgrid.rendezvous.op import Now, Protocol, StoreLostError
+from commgrid.rendezvous.op import Now, Protocol, StoreLostError, WaitKey
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.timeouts import timeouts
 from tests.rendezvous.simulator import FAULTS, Process, Simulation, every_fault
@@ -45,6 +45,38 @@ def test_an_absent_rank_whose_program_ended_has_left_its_words() -> None:
     found.run()
     told = {process.result["text"] for process in found.processes if process.result is not None}
     assert told == {"[2], told by [0, 1, 2]"}
+
+
+def reading(rank: int, world: int, at: float) -> Protocol[Decision]:
+    """Rank 0 serves the store, and the others read the decision at some time."""
+    found = Failure("f", rank, range(world))
+    yield from found.report(b"closed by peer")
+    decision = yield from found.find_out(text)
+    if rank != 0:
+        yield WaitKey("never", at)
+    yield from found.leave(unpack(decision["absent"]), rank == 0)
+    return decision
+
+
+@pytest.mark.parametrize("dead", [set(), {2}])
+def test_the_server_of_the_store_stays_until_others_have_read_the_decision(dead: set[int]) -> None:
+    found = Simulation()
+    for rank in {0, 1, 2, 3} - dead:
+        found.start(rank, lambda now, r=rank: reading(r, 4, 1.5 + 0.1 * r), 0.0)
+    found.run()
+    over = {process.rank: process.over_at for process in found.processes}
+    assert over[0] >= over[3] - 0.01
+    assert over[0] < 2.0, "it does not wait for the dead rank"
+    assert set(found.store.values) == {"f/decision"}
+
+
+def test_the_server_of_the_store_stays_for_a_while_only() -> None:
+    found = Simulation()
+    for rank in range(3):
+        found.start(rank, lambda now, r=rank: reading(r, 3, 1000.0 if r == 2 else 0.0), 0.0)
+    found.run()
+    over = {process.rank: process.over_at for process in found.processes}
+    assert over[0] < timeouts().leave + 1.0
 
 
 def ending(rank: int, world: int) -> Protocol[None]:

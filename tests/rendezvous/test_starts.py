@@ -18,7 +18,8 @@ from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.layout.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
 from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey
-from commgrid.rendezvous.world_epoch import FirstAgreement, leave_world
+from commgrid.rendezvous.round import leave
+from commgrid.rendezvous.world_epoch import FirstAgreement
 from tests.rendezvous.simulator import (
     FAULTS,
     PAUSES,
@@ -219,7 +220,7 @@ def test_the_server_of_the_store_leaves_last(absent: list[int], gone: list[int])
         if rank not in absent:
             found.start(
                 rank,
-                lambda now, r=rank: leave_world("e", r, range(4), gone, r == 0, now + 5.0),
+                lambda now, r=rank: leave("e", r, range(4), gone, r == 0, now + 5.0),
                 float(rank),
             )
     found.run()
@@ -236,7 +237,7 @@ def test_a_rank_that_was_named_as_gone_and_lives_makes_nobody_leave_early() -> N
         gone = [] if rank == 2 else [2]
         found.start(
             rank,
-            lambda now, r=rank, g=gone: leave_world("e", r, range(3), g, r == 0, now + 5.0),
+            lambda now, r=rank, g=gone: leave("e", r, range(3), g, r == 0, now + 5.0),
             at,
         )
     found.run()

@@ -92,19 +92,19 @@ def test_shutdown_returns_when_nothing_is_left_to_delete(tmp_path: Path, waits: 
 
 
 def leaves_often() -> list[str]:
-    epochs, leave = [], registry.leave_world
+    places, leave = [], registry.leave
 
-    def counted(epoch: str, *given: Any) -> Any:
-        epochs.append(epoch)
-        return leave(epoch, *given)
+    def counted(at: str, *given: Any) -> Any:
+        places.append(at)
+        return leave(at, *given)
 
-    registry.leave_world = counted
+    registry.leave = counted
     for _ in range(3):
         commgrid.initialize(backend="gloo")
         commgrid.shutdown()
         commgrid.shutdown()
     registry._registry.leave()
-    return epochs
+    return places
 
 
 def test_a_world_is_left_once() -> None:

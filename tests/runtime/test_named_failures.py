@@ -6,17 +6,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import commgrid
+from commgrid import checkpoint
 from commgrid.collectives import all_reduce
-from commgrid.errors import PeerFailedError
+from commgrid.errors import CommGridError, PeerFailedError
 from commgrid.failures import named_failures
+from commgrid.runtime.named_failures import _each_other
 from commgrid.testing import free_port, run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
-from tests.waiting import until
+from tests.waiting import comes, until, until_waits
 
 LATER = """
 import torch
@@ -103,6 +106,72 @@ def test_a_rank_that_ended_in_order_is_not_named_beside_one_that_is_gone() -> No
     )
     assert killed == KILLED
     assert said.startswith("rank 2 is gone or does not answer: rank 0 in "), said
+
+
+def skips_a_load(folder: str) -> str:
+    """Rank 2 leaves out a call of all ranks; all end without exit handlers after their error."""
+    grid, model = commgrid.initialize(tp=2, timeout=3, backend="gloo"), torch.nn.Linear(2, 2)
+    checkpoint.save(folder, 1, model, progress=False)
+    try:
+        with named_failures():
+            if grid.rank != 2:
+                checkpoint.load(folder, model, progress=False)
+            all_reduce(torch.ones(1), "dp")
+    except CommGridError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_rank_that_skips_a_call_is_named_with_its_line(tmp_path: Path) -> None:
+    """No rank was named, and rank 0 by those who read too late what it had found out."""
+    launched = {"backend": None, "launcher": "torchrun", "check": False}
+    for said in run_on_ranks(skips_a_load, 4, str(tmp_path), **launched):
+        assert said.startswith(
+            "ranks wait for each other: rank 2 in all_reduce on group 'dp' (test_named_failures.py:"
+        ), said
+        assert "; ranks 0-1, 3 in checkpoint.load, in all_gather on group 'dp_cp_tp' (test_" in said
+
+
+def report(rank: int, call: str, ranks: list[int], late: bool = True) -> dict[str, Any]:
+    at = f" in {call}"
+    return {"rank": rank, "at": at, "call": call, "waited_for": ranks, "late": late}
+
+
+def test_ranks_wait_for_each_other_only_if_no_call_has_all_its_ranks() -> None:
+    """Else a connection failed, and the others rightly wait for the ranks of that call."""
+    pairs = [report(0, "tp", [0, 1]), report(1, "tp", [0, 1]), report(2, "dp", [0, 2])]
+    assert _each_other([*pairs, report(3, "dp", [1, 3])]) == ""
+    assert _each_other([report(0, "tp", [0, 1]), report(1, "dp", [0, 1], late=False)]) != ""
+    assert _each_other([report(0, "tp", [0, 1], False), report(1, "dp", [0, 1], False)]) == ""
+    assert _each_other([report(0, "tp", [0, 1]), report(1, "", [])]) == "", "its call is not known"
+    said = _each_other([report(1, "dp", [1, 0]), report(0, "tp", [0, 1]), report(2, "tp", [0, 2])])
+    assert said.startswith("ranks wait for each other: rank 0 in tp; rank 1 in dp; rank 2 in tp;")
+
+
+def server_fails() -> str:
+    """Rank 0 serves the store, and ends right after its error, before others come to a call."""
+    grid = commgrid.initialize(timeout=200, watch=False, backend="gloo")
+    all_reduce(torch.ones(1), "dp")
+    try:
+        with named_failures():
+            if grid.rank == 0:
+                comes("rank 0")
+                raise ValueError("no data")
+            until_waits("rank 0")
+            all_reduce(torch.ones(1), "dp")
+    except CommGridError as error:
+        return str(error)
+    except ValueError as error:
+        return f"its own {error}"
+    return "no error"
+
+
+def test_the_error_of_the_rank_that_serves_the_store_is_read_before_it_ends() -> None:
+    first, *others = run_on_ranks(server_fails, 3, backend=None, launcher="torchrun", check=False)
+    assert first == "its own no data"
+    for said in others:
+        assert said.startswith("rank 0 failed at test_named_failures.py:"), said
+        assert "ValueError: no data" in said
 
 
 def ends_early(folder: str) -> str:
