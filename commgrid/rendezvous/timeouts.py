@@ -40,13 +40,14 @@ class Timeouts:
         unseen: a wait, before a rank publishes where it waits. Most waits are shorter, and cost no
             operation then.
         leave: for others to write or read the cause of a failure, before this rank raises it.
-            They do so at once, unless their processes have ended.
+            They do so at once, unless their processes have ended. Also for them to read it, before
+            the rank that serves the store raises it.
         settle: for the last living rank to report after a failure. Closed connections tell it, one
             rank after the other, which takes milliseconds; a busy machine takes longer.
         arrive: for living ranks to report after a connection was lost. All learn of it at once, and
             only a busy rank is late.
-        exit: for the other processes to end before the process that serves the store. They may
-            still read from it; longer than a process takes to run its exit handlers.
+        exit: for the other processes to end, or shut down, before the process that serves the
+            store. They may still read from it; longer than a process takes to run its exit handlers.
         seen: for a watch to say whose process has ended, after a collective lost its connection. It
             learns of it by a connection of its own, and asks that rank's host once more.
         beat: between two signs of life on a link of a watched grid.
