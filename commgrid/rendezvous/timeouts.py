@@ -47,7 +47,7 @@ class Timeouts:
         arrive: for living ranks to report after a connection was lost. All learn of it at once, and
             only a busy rank is late.
         exit: for the other processes to end, or shut down, before the process that serves the
-            store. They may still read from it; longer than a process takes to run its exit handlers.
+            store. They may still read from it; longer than exit handlers of a process take.
         seen: for a watch to say whose process has ended, after a collective lost its connection. It
             learns of it by a connection of its own, and asks that rank's host once more.
         beat: between two signs of life on a link of a watched grid.
