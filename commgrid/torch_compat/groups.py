@@ -139,19 +139,19 @@ def create_group(
             # What Python reads there, as gloo's addresses, is for no gate.
             kept = c10d._world.pg_map[group][0], PrefixStore(f"{name}/", store)
             c10d._world.pg_map[group] = kept
-        places: Any = (
-            _Places(ranks)
-            if isinstance(ranks, RankSet)
-            else dict(zip(members, count(), strict=False))
-        )
-        c10d._world.pg_group_ranks[group] = places
+        c10d._world.pg_group_ranks[group] = _places(ranks)
         if waits or lazy:
             set_timeout(group, limit)
     return group
 
 
+def _places(ranks: Sequence[int]) -> Any:
+    """Global ranks to group ranks, as torch looks them up."""
+    return _Places(ranks) if isinstance(ranks, RankSet) else dict(zip(ranks, count(), strict=False))
+
+
 class _Places(Mapping[int, int]):
-    """Global ranks to group ranks, as torch looks them up; a dict of many ranks takes long to make.
+    """`_places` of ranks that are no list: a dict of many takes long to make.
 
     Args:
         ranks: of the group, in its order.

@@ -230,10 +230,10 @@ def held_call(backend: Any, group: dist.ProcessGroup) -> int:
     NCCL makes some connections within the first call that needs them, and torch counts the call
     before.
     """
-    number, progress = backend._get_sequence_number_for_group(), progress_of(backend)
-    if progress is None or number <= progress.enqueued or not is_called_on(group):
+    if not is_called_on(group):  # asked first: a dump names all ranks of all groups
         return 0
-    return int(number)
+    number, progress = backend._get_sequence_number_for_group(), progress_of(backend)
+    return 0 if progress is None or number <= progress.enqueued else int(number)
 
 
 def is_called_on(group: dist.ProcessGroup) -> bool:
