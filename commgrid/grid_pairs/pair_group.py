@@ -140,7 +140,7 @@ class PairGroup:
         return self._watch is not None and self._watch.late
 
     def post(self, failure: str, late: bool = False) -> None:
-        """Tell the ranks of a failure here, also those that wait on a device for this one."""
+        """Tell all ranks of a failure here; a rank that waits on its device is woken."""
         if self._watch is not None:
             self._watch.post(failure, late)
 

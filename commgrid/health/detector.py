@@ -145,7 +145,7 @@ class Watch:
         self._links.tell({"kind": "left", "text": text[:_LONGEST]})
 
     def where(self, ranks: Sequence[int]) -> str:
-        """Return where the main threads of ranks are, of those that answer: `it is at a.py:7`."""
+        """Ask ranks for the line of their main threads; return the answers: `it is at a.py:7`."""
         return self._late_call.where(ranks)
 
     def read(self, patience: float) -> str | None:
@@ -184,7 +184,7 @@ class Watch:
     def _heard(self, message: Message) -> None:
         kind = message["kind"]
         if kind == "failed":
-            self.ended.update(message["ended"])
+            self.ended.update(message.get("ended", ()))  # a neighbour that dropped us says none
             self._fails(message["text"], bool(message["late"]), tell=False)
         else:
             self._late_call.hear(message, self._communicators)

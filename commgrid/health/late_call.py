@@ -62,12 +62,11 @@ class LateCall:
         self._asked_at = 0.0
         self._waiting: set[int] = set()  # ranks with a late call
         self._answers: list[Message] = []
-        self._held: tuple[Watched, int] | None = None
-        self._held_since = 0.0
+        self._held: dict[str, tuple[int, float]] = {}  # by communicator, a call and since when
         self._left: list[str] = []  # why ranks have left whom others may wait for
 
     def look(self, communicators: Sequence[Watched]) -> tuple[str, bool] | None:
-        """Look for a late call, and once the members have answered return the failure.
+        """Look for a failed or late call; return the failure once members have answered.
 
         Returns:
             Its text, and whether the lost rank may be alive; None: there is none, or not yet.
@@ -104,7 +103,7 @@ class LateCall:
             self._left.append(str(message["text"]))
 
     def where(self, ranks: Sequence[int]) -> str:
-        """Ask ranks where they are; return what those say that answer: `it is at a.py:7 in f`."""
+        """Ask ranks for the line of their main threads; return the answers: `it is at a.py:7`."""
         self._tell({"kind": "where", "ranks": list(ranks)})
         until = time.monotonic() + timeouts().seen
         found: dict[int, str] = {}
@@ -116,15 +115,13 @@ class LateCall:
         return _places(found, len(ranks) > 1)
 
     def _is_held(self, each: Watched) -> bool:
-        """Whether a thread has been within one call on it, which no device has, for too long."""
-        number = each.held()
-        if not number:
-            if self._held is not None and self._held[0] is each:
-                self._held = None
-            return False
-        if self._held != (each, number):
-            self._held, self._held_since = (each, number), time.monotonic()
-        return time.monotonic() - self._held_since > self._timeout
+        """Whether a thread was blocked for longer than `timeout` in a call not yet enqueued."""
+        number, now = each.held(), time.monotonic()
+        before, since = self._held.get(each.name, (0, now))
+        if not number or number != before:
+            since = now
+        self._held[each.name] = number, since
+        return bool(number) and now - since > self._timeout
 
     @staticmethod
     def _number(each: Watched) -> int:
@@ -183,13 +180,13 @@ class LateCall:
             why = f"{describe_ranks(idle)} {verb} for nothing; {_places(idle, len(idle) > 1)}"
         else:
             why = (
-                "every member has made as many calls on it, so that one of them has made another "
-                "call, or waits in another group"
+                "every member has made as many calls on it, so one of them made another call, or "
+                "waits in another group"
             )
         return (
             f"a call or message on {on.name}, for which rank {self._rank} has waited "
             f"{self._timeout:.3g} s after call {self._number(on)}, did not end: {why}"
-            + ("" if idle else "; COMMGRID_TRACE=1 tells"),
+            + ("" if idle else "; COMMGRID_TRACE=1 records the calls"),
             True,
         )
 

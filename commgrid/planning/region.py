@@ -35,7 +35,7 @@ HSDP = ("dp_replicate", "dp_shard")
 """The two parts of dp, slower one first, where it has two."""
 
 MOST_AXES = 16
-"""Of a region: n axes have 2 to the power of n - 1 names."""
+"""Limit for one region: n axes make 2**n - 1 group names."""
 
 Size = int | str
 

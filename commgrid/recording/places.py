@@ -30,7 +30,7 @@ from commgrid.torch_compat.interposer import ByIdentity
 _GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
 _WAITED_FOR = "its_group"  # the argument of functions that only wait, whose names say nothing
 _PASSES_ON = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-"""Flags of a function that takes whatever another one does, as a decorator's wrapper."""
+"""Flags of a function with the arguments of any other, such as a decorator's wrapper."""
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,7 @@ def stop() -> Recorder | None:
 
 
 def rest() -> None:
-    """Hear no calls until the next grid; torch is left as it was, and the recorder goes on then."""
+    """Pause until the next grid, so that torch's methods are its own meanwhile."""
     if _current:
         torch_calls.stop(_current[0])
 

@@ -47,7 +47,8 @@ class Barriers:
             name: of the barrier, which every rank passes once.
             until: time at which the absent ranks are named.
             did_not: what they did not do, for the message.
-            also: returns what is known of absent ranks, for its end; asked on one rank.
+            also: returns what is known of absent ranks, which is appended to the message; called
+                on the rank that decides.
         """
         began = yield Now()
 
@@ -55,9 +56,11 @@ class Barriers:
             if not time_is_up:
                 yield from self._forget(but=name)  # all ranks have left the earlier ones
                 return (yield from agreed())
-            who = describe_ranks(absent) if absent else "the last rank to come has ended, and"
-            said = f"{who} {did_not} within {until - began:.3g} s"
-            if known := also(absent) if absent else "":
+            limit = f"within {round(until - began, 1):.3g} s"
+            said = f"{describe_ranks(absent)} {did_not} {limit}"
+            if not absent:
+                said = f"all ranks have come, and the last of them did not say so {limit}"
+            elif known := also(absent):
                 said = f"{said}; {known}"
             return {"kind": "absent", "absent": pack(absent), "message": said}
 

@@ -36,7 +36,7 @@ from commgrid.rendezvous.timeouts import timeouts
 Blame = Callable[[Sequence[int], Mapping[int, bytes]], Mapping[str, Any]]
 """Makes the `text` of a decision, and what else it says, from the absent ranks and words of ranks.
 
-Words of an absent rank are those that it left when it ended.
+An absent rank may have left words when it ended.
 """
 ENDED = b"ended without an error, and without this call"
 """Words of an absent rank that is over, unless it has left others."""

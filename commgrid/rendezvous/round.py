@@ -144,13 +144,14 @@ def leave(
         at: key of the place.
         me: this process's rank.
         members: ranks that leave.
-        gone: members that do not leave any more. If one of them is alive, its own arrival counts no
-            more than theirs for it.
+        gone: members that do not leave any more. The process that serves the store marks them; if
+            one is alive after all, its own mark counts no more.
         serves: whether this process serves the store.
         until: time at which it stops waiting.
     """
     arrivals = set()
-    for rank in sorted({me, *gone}):
+    # By one process alone: a counter has room for two marks of a rank.
+    for rank in sorted({me, *(gone if serves else ())}):
         arrivals.add((yield from arrive(at, rank, members)))
     if Arrival.LAST in arrivals:
         yield Put(f"{at}/all", b"")
@@ -164,7 +165,7 @@ def drop_left(at: str, members: Sequence[int]) -> Protocol[None]:
 
 
 def drop(at: str, members: Sequence[int]) -> Protocol[None]:
-    """Delete all keys of a round that is over, and whose words are deleted."""
+    """Delete all keys of a round that is over, except the words of its members."""
     yield from drop_but_decision(at, members)
     yield Drop((f"{at}/decision",))
 

@@ -174,7 +174,7 @@ def _peer_error(told: str, late: bool, who: str) -> CommGridError:
 
 
 def _tell_end(grid: HyperCommGrid, error: BaseException | None) -> None:
-    """Tell ranks that may wait for this one that an error has ended its program."""
+    """Leave a note that an error has ended this rank's program, for ranks that wait for it."""
     if error is not None:
         FailureBoard(grid).end(f"ended with {type(error).__name__}: {first_line(error)}")
 

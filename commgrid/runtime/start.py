@@ -181,7 +181,7 @@ def initialize(
 
 
 def _warn_once(texts: Sequence[str]) -> None:
-    """Log what of the environment is against what was promised, once in a process."""
+    """Log each text once in a process."""
     for text in texts:
         if text not in _WARNED:
             _WARNED.add(text)

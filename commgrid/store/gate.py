@@ -1,14 +1,15 @@
 """Gate: a store at which a communicator's members meet right before NCCL connects them.
 
-ProcessGroupNCCL asks its store for a communicator's id just before it connects, whoever made the
-call: Python, the C++ of DistributedDataParallel, or compiled code. So the gate is this store.
+ProcessGroupNCCL asks its store for a communicator's id just before it connects, whether the call
+comes from Python, from DistributedDataParallel's C++ or from compiled code. The gate is this store.
 
     all_reduce ─► ProcessGroupNCCL ─► store.get("…/0") ─► gate: have all members come?
                                                             yes ─► the id ─► NCCL connects
                                                             no  ─► PeerTimeoutError names them
 
-The first member of a communicator writes the id, and the others read it. Of the errors raised here
-torch passes on the first member's as it is, and puts a DistBackendError round the others'.
+The first member of a communicator writes the id, or several do in large groups, and the others read
+it. torch passes an error on
+the first member through unchanged; on the others it wraps the error into a DistBackendError.
 
 | key, after `<group>//<device>//` | backend | members that meet |
 |---|---|---|
@@ -45,12 +46,12 @@ _ID = re.compile(
     r"|(.*?(?:/p2p-(\d+)-(\d+)-\d+)?/?nccl_storekey_\d+)(?:_\d+)?)$"
 )
 _DUMP = "exception_dump"
-"""torch's watchdog asks the ranks by it to write their flight recorders, and to end."""
+"""Key with which torch's watchdog asks all ranks to dump and end; the gate drops it."""
 
 
 @dataclass(frozen=True)
 class Hearing:
-    """What a gate asks of the failure detector, and tells it.
+    """Callbacks of a gate to the failure detector.
 
     Args:
         where: returns where absent ranks are, such as `it is at train.py:31 in step`; "": unknown.
@@ -82,18 +83,19 @@ class _Meeting:
 class Gate(Store):
     """The store that one communicator of NCCL's is given.
 
-    A Python reference has to live as long as the group: torch's own alone does not keep it.
+    Keep a Python reference as long as the group lives: torch's C++ reference does not keep the
+    Python object alive.
 
     Args:
-        store: that it stands for.
+        store: the one it forwards to.
         group: name under which the members meet, which torch's keys begin with.
         about: the communicator's name in messages.
         me: this process's rank.
         ranks: the members' global ranks, in the group's order.
         timeout: seconds to wait for members.
-        startup: seconds to wait at the first meeting, where the caller connects it at once; None:
-            as long as for any other.
-        hearing: the failure detector's part.
+        startup: seconds from now for the first meeting, if the caller connects it at once; None:
+            `timeout`, as for any other.
+        hearing: callbacks to the failure detector.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class Gate(Store):
         self._meetings: dict[str, _Meeting] = {}
         self._under_way: list[Barriers] = []
         self._failed: tuple[str, bool] | None = None
-        self.is_connecting = False
-        """Whether NCCL was given an id, by which it connects, or has done so."""
+        self.has_begun = False
+        """Whether NCCL has an id, by which it connects."""
 
     @property
     def waits(self) -> bool:
@@ -138,7 +140,7 @@ class Gate(Store):
     def close(self) -> None:
         """Delete what is left at the store, once the group is destroyed."""
         for meeting in list(self._meetings.values()):
-            self._is_over(meeting)
+            self._leave(meeting)
 
     # -- what torch calls -----------------------------------------------------------------
 
@@ -147,8 +149,9 @@ class Gate(Store):
             return
         meeting = self._meet(key)
         self._store.set(key, value)
+        self.has_begun |= meeting is not None
         if meeting is not None and not meeting.writer_reads:
-            self._is_over(meeting)
+            self._leave(meeting)
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -165,9 +168,8 @@ class Gate(Store):
     def wait(self, keys: list[str], timeout: Any = None) -> None:
         try:
             for key in keys:
-                meeting = self._meet(key)
-                if meeting is not None:
-                    self._await(key, meeting.barriers.ranks[0])
+                if self._meet(key) is not None:
+                    self._await(key)
                 elif timeout is None:
                     self._store.wait([key])
                 else:
@@ -216,7 +218,6 @@ class Gate(Store):
             meeting = self._meetings[kind] = _Meeting(kind, barriers, bool(some or second))
         if key not in meeting.ids:
             meeting.ids.append(key)
-        self.is_connecting = True
         return meeting
 
     def _pass(self, barriers: Barriers) -> None:
@@ -230,14 +231,11 @@ class Gate(Store):
         call = f"the first call on {self._about}"
         self._under_way.append(barriers)
         try:
-            self._check()  # `end` may have looked before
+            self._check()  # `end` may have run before this barrier was listed
             coming = barriers.come("come", until, f"did not come to {call}", self._hearing.where)
             decision: Decision = self._run(coming)
         except StoreLostError as error:
-            raise self._error(
-                f"the store has ended before {call} ({first_line(error)}); has the process that "
-                "serves it ended?", True
-            ) from error  # fmt: skip
+            raise self._store_lost(error) from error
         finally:
             self._under_way.remove(barriers)
         if is_good(decision):
@@ -247,23 +245,33 @@ class Gate(Store):
             text = f"rank {self._me} came too late to {call}; the others had given up waiting"
         raise self._error(text, late)
 
-    def _await(self, key: str, root: int) -> None:
+    def _await(self, key: str) -> None:
         """Wait for an id, which a member has come to write."""
         until = time.monotonic() + self._timeout
-        while self._run(_seen(key, min(until, time.monotonic() + timeouts().beat))) is None:
-            self._check()
-            if time.monotonic() > until:
-                raise self._error(
-                    f"rank {root} came to the first call on {self._about}, and did not write the "
-                    f"id to connect by within {self._timeout:.3g} s; has it ended?", True
-                )  # fmt: skip
+        try:
+            while self._run(_seen(key, min(until, time.monotonic() + timeouts().beat))) is None:
+                self._check()
+                if time.monotonic() > until:
+                    raise self._error(
+                        f"all members came to the first call on {self._about}, and the first of "
+                        f"them did not write the id to connect by within {self._timeout:.3g} s; "
+                        "has it ended?", True
+                    )  # fmt: skip
+        except StoreLostError as error:
+            raise self._store_lost(error) from error
+
+    def _store_lost(self, error: StoreLostError) -> CommGridError:
+        return self._error(
+            f"the store ended or did not answer before the first call on {self._about} "
+            f"({first_line(error)}); has the process that serves it ended?", True
+        )  # fmt: skip
 
     def _check(self) -> None:
         if self._failed is not None:
             raise self._error(*self._failed)
 
     def _error(self, text: str, late: bool) -> CommGridError:
-        """Return the error of a failure that the detector is told of."""
+        """Tell the detector of a failure, and return the error for it."""
         self._failed = self._failed or (text, late)
         self._hearing.told(text, late)
         return PeerTimeoutError(text) if late else PeerFailedError(text)
@@ -271,12 +279,13 @@ class Gate(Store):
     def _has_read(self, *keys: str) -> None:
         for meeting in list(self._meetings.values()):
             if set(keys) & set(meeting.ids):
-                self._is_over(meeting)
+                self.has_begun = True
+                self._leave(meeting)
 
-    def _is_over(self, meeting: _Meeting) -> None:
+    def _leave(self, meeting: _Meeting) -> None:
         """Leave a meeting; the last member to do so deletes the ids."""
         self._meetings.pop(meeting.kind, None)
-        with suppress(StoreLostError):  # and with it all that was left there
+        with suppress(StoreLostError):  # its keys are lost with it
             self._run(meeting.barriers.close(*meeting.ids))
 
     def _run(self, protocol: Protocol[Any]) -> Any:

@@ -1,8 +1,8 @@
 """Bounded calls: calls of NCCL's that may never return, on a thread beside the program's.
 
 Nothing stops NCCL while it connects a communicator, or while it waits for a CUDA graph to be freed.
-If such a call does not end, its thread stays within NCCL for ever, and the process ends with a
-status of its own, `STUCK`: torch would wait for the thread.
+If such a call never returns, its thread cannot be ended, and torch would wait for it at exit. So
+the process exits with a status of its own, `STUCK`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def bounded(
     Args:
         seconds: to wait.
         call: is made on another thread, on this rank's device.
-        doing: says what it does, such as `connecting tp`.
+        doing: describes the call for the log, such as `connecting tp`.
         late: makes the error to raise if it does not return.
         lost: returns the failure if another rank is known to be gone.
 
     Raises:
-        PeerFailedError: another rank is gone, and the call has not ended by that.
+        PeerFailedError: another rank is gone, and the call did not return within `Timeouts.leave`
+            after that.
+        CommGridError: what `late` makes; or the call's own error.
     """
     device = torch_nccl.rank_device()
 
@@ -75,7 +77,7 @@ def end_process(why: str) -> None:
     """End this process at once, with the status `STUCK`.
 
     Args:
-        why: what NCCL is at.
+        why: the call that does not return; begins the log line.
     """
     _log.critical("%s, which nothing can stop; this process ends with status %d", why, STUCK)
     for stream in (sys.stdout, sys.stderr):

@@ -53,8 +53,13 @@ def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
         work = method(group, found, *args, **options)
         given = [each for each in (*args, *options.values()) if hasattr(each, "reduceOp")]
         operation = given[0].reduceOp if given else dist.ReduceOp.SUM
-        for tensor in found if isinstance(found, list | tuple) else [found]:
+        scatters = "scatter" in method.__name__
+        many = isinstance(found, list | tuple)
+        for number, tensor in enumerate(found if many else [found]):
             tensor = tensor.detach()  # torch's own take parameters too
+            if scatters:  # torch 2.11's fake backend leaves it unset
+                given_here = args[0][number] if many else args[0]
+                tensor.copy_(_own_part(group, given_here).view_as(tensor))
             if operation == dist.ReduceOp.SUM:
                 tensor.mul_(group.size())
             elif operation == dist.ReduceOp.PRODUCT:
@@ -62,6 +67,13 @@ def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return call
+
+
+def _own_part(group: dist.ProcessGroup, given: Any) -> torch.Tensor:
+    """This rank's part of a tensor that is scattered, or of a list of parts."""
+    parts = given if isinstance(given, list | tuple) else given.chunk(group.size())
+    part: torch.Tensor = parts[group.rank()]
+    return part.detach()
 
 
 class _Messages:

@@ -79,7 +79,7 @@ def make_backend(
 
 
 def empty_group(name: str, ranks: list[int], store: Any) -> dist.ProcessGroup:
-    """A group without a backend, which torch knows as it knows those that it makes.
+    """A group without a backend, registered in torch's tables like any other.
 
     Args:
         name, ranks, store: as for `make_backend`.

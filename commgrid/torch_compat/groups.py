@@ -78,7 +78,7 @@ def create_group(
         backend_options: torch's own object, which replaces the NCCL options of `options`.
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
         prefix: what its keys in the store begin with; a name that was used before needs one.
-        hearing: what its gate asks and tells the failure detector (`commgrid.store.gate`).
+        hearing: callbacks of its gate to the failure detector (`commgrid.store.gate`).
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
@@ -196,7 +196,7 @@ def _parsed(backend: str) -> tuple[c10d.Backend, c10d.BackendConfig, frozenset[s
 
 
 def end_gate(group: dist.ProcessGroup, text: str, late: bool) -> None:
-    """End what waits at a group's gate, after a failure that is told as `text`."""
+    """End all waits at a group's gate after a failure, which `text` describes."""
     if gate := _GATES.get(group):
         gate.end(text, late)
 
@@ -204,7 +204,7 @@ def end_gate(group: dist.ProcessGroup, text: str, late: bool) -> None:
 def is_connecting(group: dist.ProcessGroup) -> bool:
     """Whether a thread is within NCCL's connecting of a group, which nothing can stop."""
     gate = _GATES.get(group)
-    begun = gate is not None and gate.is_connecting and not gate.waits
+    begun = gate is not None and gate.has_begun
     return begun and torch_nccl.is_called_on(group) and not is_connected(group)
 
 
@@ -354,7 +354,7 @@ def nccl_backends(group: dist.ProcessGroup) -> list[Any]:
     if not is_alive(group) or "nccl" not in backend_of(group) or group.size() == 1:
         return []
     if type(group) is not dist.ProcessGroup:
-        return []  # it stands in for a suspended one
+        return []  # a stand-in
     return [backend_on(group, device) for device in devices_of(group) if device.type == "cuda"]
 
 

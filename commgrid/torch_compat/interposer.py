@@ -183,7 +183,7 @@ _replaced: dict[tuple[Any, str], Replaced] = {}
 
 
 def listen(listener: Listener) -> None:
-    """Tells a listener of every call from now on; one that hears already, no more often."""
+    """Tell a listener of every call from now on. A second registration changes nothing."""
     global _listeners
     with _lock:
         if not any(each is listener for each in _listeners):
@@ -205,7 +205,7 @@ def stop(listener: Listener) -> None:
 
 
 def put_back() -> None:
-    """Leave torch as it was before any grid, but for what listeners need that are left."""
+    """Undo all changes to torch; with a listener left, its methods are replaced again."""
     with _lock:
         mesh.put_back()
         if _listeners:

@@ -7,8 +7,8 @@
 | `before_ddp` | while a module with slices exists | asks a module about the ranks that it is about to be copied to |
 | `mend_uneven_gathers` | until `put_back` | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
-Those that last until `put_back`, which `shutdown` calls, are left out on versions of torch that are
-not in `_CHECKED`. Other rooms replace methods by `replace` as well, so that all come off in order.
+`shutdown` calls `put_back`. Patches that last until then are left out on versions of torch outside
+`_CHECKED`. Every other change to torch is made by `replace` as well, so that all are undone in order.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ class Replaced:
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it is there, perhaps within what has replaced it since."""
+        """Whether it was not undone; a later replacement may wrap it."""
         return self in _REPLACED
 
     @property
     def is_on_top(self) -> bool:
-        """Whether nobody has replaced this one since."""
+        """Whether it is the current value of the attribute."""
         return vars(self.owner)[self.name] is self.now
 
     def remove(self) -> None:
@@ -85,7 +85,7 @@ _REPLACED: list[Replaced] = []
 
 
 def put_back() -> None:
-    """Leave torch as it was, but for what another library has replaced since."""
+    """Undo all replacements, except where another library has replaced ours since."""
     for each in reversed(_REPLACED[:]):
         each.remove()
 

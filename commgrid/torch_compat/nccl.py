@@ -153,7 +153,7 @@ def dumps_nothing() -> AbstractContextManager[None]:
 def _set(wanted: Mapping[str, str]) -> Iterator[None]:
     """Set variables of torch's that the environment does not set.
 
-    Once for many groups: NCCL's threads read the environment, while which it must not change.
+    Once for many groups: to change the environment while a thread of NCCL's reads it is a race.
     """
     ours = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(ours)

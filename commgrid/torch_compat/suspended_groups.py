@@ -150,7 +150,7 @@ def unfinished(
     Of a batch torch completes the last entry alone, `coalesced`, which stands for all of them.
 
     Args:
-        entries: of the recorder, in order, also those that have ended.
+        entries: all of the recorder's, in order.
         names: torch's names of the groups to look at.
     """
     batches: dict[tuple[str, bool, int], list[Mapping[str, Any]]] = {}

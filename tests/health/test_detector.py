@@ -297,11 +297,29 @@ def test_a_call_that_no_device_has_got_is_late_as_well() -> None:
 def test_a_call_that_is_held_for_a_while_is_not_late() -> None:
     _, made = watches(2, {0: [Group("dp", [0, 1], 4, "", held=4)]}, 3000.0)
     seen = made[0]._late_call
-    until(lambda: seen._held is not None, "the held call is seen")
+    until(lambda: seen._held.get("dp", (0, 0.0))[0] == 4, "the held call is seen")
     made[0]._communicators[0]._held = 0  # type: ignore[attr-defined]
-    until(lambda: seen._held is None, "and that it is over")
+    until(lambda: seen._held["dp"][0] == 0, "and that it is over")
     for each in made:
         assert each.failure is None
+        each.close()
+
+
+def test_of_two_held_calls_each_has_its_time() -> None:
+    both = [Group("tp", [0, 1], 2, "", held=2), Group("dp", [0, 1], 4, "", held=4)]
+    said = said_of({
+        0: both,
+        1: [Group("tp", [0, 1], 1, "", waits=False), Group("dp", [0, 1], 3, "", waits=False)],
+    }, 2, timeout=2.0)  # fmt: skip
+    assert "rank 1 has not come to call 2 on tp, for which rank 0 has waited 2 s" in said
+
+
+def test_a_rank_that_was_dropped_fails_with_that() -> None:
+    """Its neighbour's word for it names no ended rank."""
+    _, made = watches(2, {})
+    made[1]._heard({"kind": "failed", "text": "rank 1 was stopped", "late": True})
+    assert made[1].read(60) == "rank 1 was stopped"
+    for each in made:
         each.close()
 
 

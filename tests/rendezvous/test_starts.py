@@ -17,6 +17,7 @@ import pytest
 from commgrid.errors import CommGridError, GridMismatchError, PeerTimeoutError
 from commgrid.layout.ranks import parse_ranks
 from commgrid.rendezvous.agreement import Agreement
+from commgrid.rendezvous.arrival_bitmap import arrived
 from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey
 from commgrid.rendezvous.round import leave
 from commgrid.rendezvous.world_epoch import FirstAgreement
@@ -27,6 +28,7 @@ from tests.rendezvous.simulator import (
     SimulatedStore,
     Simulation,
     every_fault,
+    run_alone,
 )
 
 LIMIT = 60.0  # startup_timeout of each rank
@@ -228,6 +230,17 @@ def test_the_server_of_the_store_leaves_last(absent: list[int], gone: list[int])
     assert over[0] >= (5.0 if absent != gone and absent else over[3] - 0.01)
     assert over[0] < (5.5 if absent and not gone else 3.5)
     assert all(process.ended for process in found.processes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_many_survivors_do_not_count_a_gone_rank_together(seed: int) -> None:
+    """A counter has room for two marks of a rank, and nine survivors marked rank 4 at once."""
+    found = Simulation(seed)
+    for rank in set(range(10)) - {4}:
+        found.start(rank, lambda now, r=rank: leave("e", r, range(10), [4], r == 0, now + 5.0))
+    found.run()
+    assert all(process.ended and process.over_at < 1.0 for process in found.processes)
+    assert {*run_alone(arrived("e", range(10)), found.store)} == {*range(10)}
 
 
 def test_a_rank_that_was_named_as_gone_and_lives_makes_nobody_leave_early() -> None:

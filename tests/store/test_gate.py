@@ -170,7 +170,8 @@ def test_an_id_that_is_never_written() -> None:
     members = Members(1.0)
     members.gates[0].set = lambda key, value: members.gates[0]._meet(key)  # type: ignore
     said = [str(each) for each in members.ask(first_backend)][1:]
-    assert all("rank 3 came to the first call on dp_cp, and did not write" in s for s in said), said
+    told = "all members came to the first call on dp_cp, and the first of them did not write"
+    assert all(told in each for each in said), said
 
 
 def test_other_keys_meet_nobody() -> None:
@@ -212,7 +213,9 @@ def test_a_store_that_ends() -> None:
         del server
 
     threading.Thread(target=ends).start()
-    with pytest.raises(PeerTimeoutError, match="the store has ended before the first call on tp"):
+    with pytest.raises(
+        PeerTimeoutError, match="the store ended or did not answer before the first call on tp"
+    ):
         gate.set("g//cuda//0", b"id")
 
 
