@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -74,8 +75,11 @@ ON_GPUS = Where(emulated=False)
 def nccl_variables(rank: int) -> dict[str, str]:
     """Environment of a rank that shares its GPU: NCCL refuses two ranks of a host on one device.
 
-    Each says that it is on a host of its own, and NCCL talks over sockets on loopback.
+    Each says that it is on a host of its own, and NCCL talks over sockets on loopback. On a machine
+    with several GPUs nothing is set, and tests with more ranks than GPUs are skipped.
     """
+    if torch.cuda.device_count() > 1:
+        return {}
     return {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo"}
 
 
@@ -132,6 +136,8 @@ def ranks_on_gpus(
         "backend": None, "launcher": "torchrun", "method": where.method, "timeout": LIMIT,
         "environ": nccl_variables, **how,
     }  # fmt: skip
+    if not where.emulated and 1 < torch.cuda.device_count() < world:
+        pytest.skip(f"{world} ranks on {torch.cuda.device_count()} GPUs: needs one GPU, or as many")
     ranks = [(rank,) for rank in range(world)]
     return Ranks(_with_device, world, where, function, args, per_rank=ranks, **chosen)
 
