@@ -213,17 +213,26 @@ def fails_in_the_middle(how: str, folder: str) -> None:
     source, target = sides.models()
     transfer = sides.made(source, target, max_bytes=64, timeout=1000)  # no test lasts so long
     transfer.run()
-    finish, calls = transport.Carrier._finish, []
+    finish, calls, sent = transport.Carrier._finish, [], []
+    start_transfers = transport.start_transfers
+
+    def starting(group: Any, sends: Any, *given: Any) -> Any:
+        works = start_transfers(group, sends, *given)
+        sent.extend(works[: len(sends)])
+        return works
 
     def failing(self: Any, *given: Any) -> None:
         calls.append(given)
         if sides.rank == 3 and len(calls) == 2:
             if how == "killed":
+                for each in sent:  # for the rest of a message that has begun gloo waits for ever
+                    each.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
             raise MemoryError("no more")
         finish(self, *given)
 
     transport.Carrier._finish = failing  # type: ignore[method-assign]
+    transport.start_transfers = starting
     said = told(transfer.run)
     again = told(transfer.run) if how == "raised" else ""
     Path(folder, str(sides.rank)).write_text(f"{said}\n{again}")
