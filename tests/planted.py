@@ -550,6 +550,50 @@ MUTANTS = (
     ),
     # -- rooms between the store and the layers ------------------------------------------------
     Mutant(
+        "members of a pair's connection are those of the whole group",
+        "commgrid/store/gate.py",
+        "or list(self._ranks)",
+        "and list(self._ranks)",
+        ("tests/store/test_gate.py::test_of_a_pair_the_other_one_is_named",),
+    ),
+    Mutant(
+        "a gate that failed before lets later calls wait",
+        "commgrid/store/gate.py",
+        "            self._check()  # `end` may have run before this barrier was listed\n",
+        "",
+        ("tests/store/test_gate.py::test_a_failure_ends_the_wait",),
+    ),
+    Mutant(
+        "a batch counts as over with its first entry",
+        "commgrid/torch_compat/suspended_groups.py",
+        "last = batch[-1]",
+        "last = batch[0]",
+        ("tests/torch_compat/test_nccl_records.py::test_a_batch_is_over_with_its_last_entry",),
+    ),
+    Mutant(
+        "a member that waits itself is named",
+        "commgrid/health/late_call.py",
+        "waiting = self._waiting | {each",
+        "waiting = self._waiting - {each",
+        (
+            "tests/health/test_detector.py::test_of_members_behind_the_one_that_waits_itself_is_not_named",
+        ),
+    ),
+    Mutant(
+        "patches of torch come off in the order in which they were made",
+        "commgrid/torch_compat/mesh.py",
+        "for each in reversed(_REPLACED[:]):",
+        "for each in _REPLACED[:]:",
+        ("tests/torch_compat/test_torch_untouched.py",),
+    ),
+    Mutant(
+        "a grid that has failed is looked up as before",
+        "commgrid/runtime/live_groups.py",
+        "self._groups.clear()  # so that no look-up has to ask",
+        "pass",
+        ("tests/store/test_gate.py::test_a_rank_that_never_comes_to_a_first_call",),
+    ),
+    Mutant(
         "a closed mailbox sends on",
         "commgrid/health/mailbox.py",
         """            if self._closed.is_set():

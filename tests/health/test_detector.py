@@ -269,6 +269,15 @@ def test_of_equal_calls_the_member_that_waits_for_nothing_is_named() -> None:
     assert "test_detector.py" in said
 
 
+def test_of_members_behind_the_one_that_waits_itself_is_not_named() -> None:
+    said = said_of({
+        0: [Group("dp", [0, 1, 2], 5, "timeout", waits=True)],
+        1: [Group("dp", [0, 1, 2], 4, "", waits=False), Group("tp", [1, 3], 7, "", waits=True)],
+        2: [Group("dp", [0, 1, 2], 4, "", waits=False)],
+    }, 4)  # fmt: skip
+    assert said.startswith("rank 2 has not come to call 5 on dp"), said
+
+
 def test_a_member_that_waits_elsewhere_is_not_named() -> None:
     said = said_of({
         0: [Group("pp", [0, 1], 1, "", waits=False), Group("tp", [0, 2], 9, "", waits=True)],

@@ -149,7 +149,7 @@ def test_the_class_of_the_error_passes_through_torch() -> None:
 
 
 def test_a_failure_ends_the_wait() -> None:
-    members = Members(3000.0)
+    members = Members(20.0)
     threading.Thread(target=lambda: (
         until(lambda: members.gates[1].waits, "rank 5 waits at the gate"),
         members.gates[0].end("rank 8 is gone: its process has ended", False),
@@ -158,6 +158,8 @@ def test_a_failure_ends_the_wait() -> None:
     (error,) = members.ask(first_backend, (1,))
     assert "rank 8 is gone" in str(error)
     (error,) = members.ask(first_backend, (0,))  # later, it does not wait at all
+    assert type(error) is PeerFailedError
+    (error,) = members.ask(pair, (1,))  # nor for another connection
     assert type(error) is PeerFailedError
 
 
