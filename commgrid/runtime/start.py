@@ -85,7 +85,8 @@ def initialize(
         backend: None takes WORLD's; where commgrid starts torch.distributed, `nccl` with CUDA,
             else `gloo`. The current CUDA device becomes that of LOCAL_RANK or SLURM_LOCALID, unless
             one other than 0 is current.
-        timeout: of collectives, seconds or timedelta; None: torch's default.
+        timeout: of collectives, seconds or timedelta; None: torch's default. On NCCL also of the
+            wait for all members before a communicator's first call.
         startup_timeout: how long this call may take, likewise; ten minutes, since the processes
             of a large job come minutes apart.
         trace: whether this process records its collectives, for `commgrid.trace`; it also does
