@@ -180,8 +180,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def reload(self) -> None:
         """Copies the model's weights to the fp32 copies, after they were set through `.data`."""
-        if self._half:
-            torch._foreach_copy_([m for *_, m in self._half], [w for _, w, _ in self._half])
+        for _, weight, master in self._half:
+            _follow(master, weight)
         self._note_versions()
 
     @torch.no_grad()
@@ -189,7 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Copies weights that were changed in place, as by load_state_dict and init functions."""
         for (parameter, weight, master), version in zip(self._half, self._versions, strict=True):
             if parameter._version != version:
-                master.copy_(weight)
+                _follow(master, weight)
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -344,6 +344,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _layout(self) -> list[tuple[str, int, int]]:
         return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]
+
+
+def _follow(master: Tensor, weight: Tensor) -> None:
+    """Copy a weight to its fp32 copy, except where the copy rounds to it.
+
+    Weights that were swapped for averages and back, or clamped to what they were, are the rounded
+    ones: with them training would stand still.
+    """
+    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
 
 
 def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:

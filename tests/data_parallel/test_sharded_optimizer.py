@@ -205,6 +205,49 @@ def test_loaded_weights_stay() -> None:
     run_on_ranks(late, 2)
 
 
+def swap(model: nn.Module, averages: list[Tensor]) -> None:
+    """Swap weights for averages, in place."""
+    for parameter, average in zip(model.parameters(), averages, strict=True):
+        kept = parameter.clone()
+        parameter.copy_(average)
+        average.copy_(kept)
+
+
+def edited(how: str, steps: int = 30) -> None:
+    """The fp32 copies after steps whose updates are lost in bf16, with edits after each or not."""
+    commgrid.initialize()
+    found = []
+    for edits in (False, True):
+        model = make(torch.bfloat16)
+        averages = [parameter.detach().clone() + 1 for parameter in model.parameters()]
+        reducer = GradientReducer(model, shard=True)
+        optimizer = ShardedOptimizer(reducer, torch.optim.AdamW, lr=1e-4, weight_decay=0.0)
+        for step in range(steps):
+            x = torch.ones(2, 5, dtype=torch.bfloat16) * (1 + step % 3)
+            model(x).float().square().sum().backward()
+            reducer.finish()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.wait()
+            with torch.no_grad():
+                if edits and how == "swapped":
+                    swap(model, averages)
+                    swap(model, averages)
+                elif edits and how == "clamped":
+                    for parameter in model.parameters():
+                        parameter.clamp_(-100, 100)
+        found.append([each.clone() for each in optimizer.state_dict()["masters"]])
+        reducer.close()
+    plain, after = found
+    assert all(torch.equal(a, b) for a, b in zip(plain, after, strict=True))
+
+
+@pytest.mark.parametrize("how", ["swapped", "clamped"])
+def test_weights_that_are_what_they_were_leave_their_fp32_copies(how: str) -> None:
+    """Averages swapped in and back, or a clamp without effect, rounded the copies at each step."""
+    run_on_ranks(edited, 2, how)
+
+
 class Reads(nn.Module):
     """Uses a parameter of a module that it never calls."""
 
