@@ -53,7 +53,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Args:
         reducer: of the model's gradients.
         optimizer_class: an element-wise class of torch.optim, such as AdamW.
-        groups: parameter groups as torch takes them; None: all parameters in one.
+        groups: parameter groups as torch takes them, of parameters or of names and parameters;
+            None: all parameters in one.
         overlap: gather parameters during the next forward instead of in `step`.
         units: with `overlap`, modules of the model that each wait for their own parameters only
             when their forward begins; no other code may read these before. None: every forward
@@ -87,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         reducer: GradientReducer,
         optimizer_class: type[torch.optim.Optimizer],
         *,
-        groups: Iterable[Mapping[str, Any]] | None = None,
+        groups: Iterable[Mapping[str, Any] | Tensor | tuple[str, Tensor]] | None = None,
         overlap: bool = False,
         units: Iterable[nn.Module] | None = None,
         element_wise: bool = False,
@@ -95,11 +96,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _check_class(optimizer_class, element_wise)
         self._reducer, self._is_made = reducer, False
-        given = [dict(group) for group in groups] if groups is not None else [{}]
+        given = _as_groups(groups)
         slots = {id(slot.parameter): slot for slot in reducer.slots}
         for group in given:
             listed = group.get("params", [slot.parameter for slot in slots.values()])
-            group["params"] = [listed] if isinstance(listed, Tensor) else list(listed)
+            listed = [listed] if isinstance(listed, Tensor) else list(listed)
+            group["params"] = [each[1] if isinstance(each, tuple) else each for each in listed]
             for parameter in group["params"]:
                 if id(parameter) not in slots:
                     shape = getattr(parameter, "shape", None)
@@ -344,6 +346,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def _layout(self) -> list[tuple[str, int, int]]:
         return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]
+
+
+def _as_groups(given: Iterable[Any] | None) -> list[dict[str, Any]]:
+    """Parameter groups from what torch's optimizers take: groups, or parameters in one group."""
+    if given is None:
+        return [{}]
+    listed = list(given)
+    if all(isinstance(each, Mapping) for each in listed):
+        return [dict(each) for each in listed]
+    return [{"params": listed}]
 
 
 def _follow(master: Tensor, weight: Tensor) -> None:
