@@ -84,13 +84,13 @@ def own_faults() -> list[str]:
         board = named_failures.FailureBoard(grid)
         grid.abort_after_failure = fails  # type: ignore[method-assign]
         error = named_failures.GoneError("a connection closed", 0)
-        said.append(board.inquire(grid, error, "rank 1"))
+        said.append(board.inquire(grid, error, ""))
         said += error.__notes__
         board = named_failures.FailureBoard(grid)
         board._failure = Failure("again", 1, (0, 1))
         board._driver.store.add = silent  # type: ignore[method-assign]
         grid.abort_after_failure = abort  # type: ignore[method-assign]
-        said.append(board.inquire(grid, error, "rank 1"))
+        said.append(board.inquire(grid, error, ""))
     commgrid.shutdown()
     return said
 
@@ -115,7 +115,7 @@ def own_silent_store() -> str:
     if grid.rank == 0:
         board = named_failures.FailureBoard(grid)
         board._driver.store.add = silent  # type: ignore[method-assign]
-        said = board.inquire(grid, named_failures.GoneError("a connection closed", 1), "rank 0")
+        said = board.inquire(grid, named_failures.GoneError("a connection closed", 1), "")
     commgrid.shutdown()
     return said
 
