@@ -299,3 +299,15 @@ def test_a_backend_that_ends_the_process_at_an_abort_is_not_watched(
     else:
         with pytest.raises(SpecError, match=r"watch=True: nccl2 of torch .* use nccl"):
             is_wanted(True, spec, None)
+
+
+def test_a_barrier_is_on_this_ranks_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch guessed the device from the global rank, and warned."""
+    calls: list[Any] = []
+    group: Any = SimpleNamespace()
+    monkeypatch.setattr(dist, "barrier", lambda group, **named: calls.append(named["device_ids"]))
+    for backend in ("nccl", "cpu:gloo,cuda:nccl", "gloo"):
+        monkeypatch.setattr(dist, "get_backend", lambda group, backend=backend: backend)
+        Cuda(monkeypatch, 8, 5)
+        torch_groups.barrier(group)
+    assert calls == [[5], [5], None]
