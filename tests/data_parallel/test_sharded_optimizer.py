@@ -360,7 +360,7 @@ def moved() -> None:
             CommGridError, match=r"0.weight of shape \(7, 5\) was moved or replaced"
         ):
             optimizer.step()
-        with pytest.raises(commgrid.SpecError, match="'0.weight' in groups is not one"):
+        with pytest.raises(commgrid.SpecError, match=r"'0\.weight' in groups is not one"):
             ShardedOptimizer(reducer, torch.optim.AdamW, groups=[{"params": ["0.weight"]}])
 
 
