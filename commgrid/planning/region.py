@@ -24,7 +24,7 @@ AXES = {
     "etp": "expert tensor parallel (default: tp)",
     "edp": "copies of experts, which fill the expert region",
 }
-"""The axes that have a meaning, in Megatron's default order, and then those of experts alone."""
+"""The axes commgrid knows, in Megatron's default order; the expert-only ones last."""
 OF_EXPERTS = ("ep", "etp", "edp")
 """Axes of the expert region, which has the dense one's ranks."""
 STANDARD = tuple(axis for axis in AXES if axis not in OF_EXPERTS or axis == "ep")
@@ -46,7 +46,8 @@ class Region:
 
     Args:
         name: `dense`, `expert`, or the spec's own.
-        sizes: axis and size; -1 is filled by `resolve`, a dense axis's name takes its size.
+        sizes: axis and size: a number, -1 to be filled by `resolve`, or the name of a dense axis
+            whose size is used.
         inherited: axis and the dense axis its size came from, for messages.
     """
 
@@ -84,7 +85,7 @@ class Region:
         """The region over `count` ranks, its -1 filled and its borrowed sizes looked up.
 
         Raises:
-            SpecError: the sizes do not make `count`; it prints the equation and what would.
+            SpecError: the sizes do not make `count`; the message has the nearest ones that do.
         """
         borrowed = tuple((axis, size) for axis, size in self.sizes if isinstance(size, str))
         inherited = self.inherited + borrowed
@@ -178,7 +179,7 @@ def make_region(
     order_key: str = "order",
     dense: Sequence[str] = (),
 ) -> Region:
-    """A region with checked sizes in order.
+    """Check the sizes, put the axes in order, and return the region.
 
     Args:
         sizes: axis to size, as given.
@@ -187,8 +188,8 @@ def make_region(
         dense: axes whose name may stand for a size.
 
     Raises:
-        SpecError: a name that is no identifier, a size that is none, two -1, an axis of
-            size above 1 that order does not have.
+        SpecError: a name that is no identifier, an invalid size, two -1, too many axes, dp beside
+            its parts, or an axis of a size other than 1 that order does not have.
     """
     checked: dict[str, Size] = {}
     for axis, size in sizes.items():
@@ -232,7 +233,7 @@ def _expand(order: Iterable[str], sizes: Mapping[str, Size]) -> list[str]:
 
 
 def _place(order: list[str], sizes: Mapping[str, Size]) -> list[str]:
-    """All axes in order; missing ones go behind the axis they follow in Megatron's order."""
+    """All axes in order; a missing one goes after the axes that precede it in Megatron's order."""
     places = _expand(order, sizes)
     for axis in [*STANDARD, *(a for a in sizes if a not in STANDARD)]:
         if axis in sizes and axis not in places:
@@ -248,7 +249,7 @@ def _stand_in_for_dp(
 ) -> dict[str, Size]:
     """Sizes in which dp_replicate and dp_shard, where one is given, replace dp.
 
-    The other one takes what is left, where the order has a place for it, and else 1.
+    If only one is given, the other is filled if the order has a place for it, else 1.
     """
     shard, replicate = sizes.get("dp_shard"), sizes.get("dp_replicate")
     if shard is None and replicate is None:
@@ -290,7 +291,7 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
         name = renamed.get(axis, axis)
         if name in sizes and name not in axes:
             axes.append(name)
-    if "edp" not in axes:  # of axes of the user's own alone
+    if "edp" not in axes:  # the dense region has no dp axis
         axes.insert(axes.index("pp") if "pp" in axes else len(axes), "edp")
     if "etp" not in axes:
         axes.insert(0, "etp")
@@ -301,10 +302,10 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
 def without_experts(
     sizes: object, regions: Mapping[Any, Any]
 ) -> tuple[object, tuple[object, object] | None]:
-    """The dense axes, and ep and etp, which mean there what the flags --ep and --etp mean.
+    """Split ep and etp, which mean what --ep and --etp mean, off the dense axes.
 
     Raises:
-        SpecError: they stand beside a region that has them too.
+        SpecError: a region `expert` is given as well.
     """
     if not isinstance(sizes, Mapping) or not {"ep", "etp"} & set(sizes):
         return sizes, None
@@ -334,12 +335,12 @@ def dense_from(sizes: object, order: object) -> Region:
         else parse_order("order", order, list(dict.fromkeys([*given, "dp", "ep"])))
     )  # fmt: skip
     if axes is not None and "ep" not in given:
-        axes = [axis for axis in axes if axis != "ep"]  # its place is that of the expert region
+        axes = [axis for axis in axes if axis != "ep"]  # it only places the expert region
     return make_region("dense", given, axes, prefix="axes.")
 
 
 def region_from(name: object, entry: object, dense: tuple[str, ...]) -> Region:
-    """A further region of a dict."""
+    """Build a region other than the dense one from its entry under `regions`."""
     where = f"regions.{name}"
     if name == "dense":
         raise SpecError(f"{where}: the dense region is given by `axes`; choose another name")

@@ -1,4 +1,4 @@
-"""Barriers that the same ranks pass one after the other, each under a name of its own.
+"""A sequence of named barriers that the same ranks pass.
 
 Each is a round: all ranks pass it, or all have the same reason why not. A rank that fails decides
 so, and every rank that waits there, or comes later, reads its reason. A rank whose connection was

@@ -1,4 +1,4 @@
-"""Communicator: a live process group, what was planned of it, and the proof that they agree."""
+"""Communicator: a live process group, its plan, and the exchange that checks the two."""
 
 from __future__ import annotations
 
@@ -69,9 +69,8 @@ class Communicator:
     def connected(self) -> bool:
         """Whether the members' connections are known to exist.
 
-        NCCL says so itself, but for torch 2.14's `nccl2`. A gloo group that the grid made has all
-        of them once its ranks were exchanged, at start-up or by `grid.check`; others connect two
-        ranks when these first talk, of which gloo tells nothing. None of it is so while it is
+        NCCL reports it, except torch 2.14's `nccl2`. A gloo group that the grid made counts as
+        connected once its ranks were exchanged, at start-up or by `grid.check`. False while it is
         suspended.
         """
         if self.suspended:
@@ -141,7 +140,7 @@ def exchange_ranks(
 ) -> list[float]:
     """Connects communicators by exchanging their members' ranks, and compares with the plan.
 
-    All of them at once: what one waits for, others use.
+    The exchanges overlap.
 
     Args:
         communicators: of this rank, in creation order.

@@ -267,7 +267,7 @@ def test_8_bytes_on_tp_and_world_in_turns(where: Where) -> str:
 
 @on_two_ranks
 def test_a_stage_later_than_startup_timeout(where: Where) -> str:
-    """It comes late to the first message, and nothing fails."""
+    """Rank 0 comes late to the first call, and nothing fails."""
     startup = where.of(6.0, 2.0)
     grid = commgrid.initialize(pp=2, connect="none", startup_timeout=startup, timeout=60.0)
     if grid.rank == 0:
