@@ -137,7 +137,7 @@ def told(text: str) -> str:
     text = re.sub(
         r"\(rank 0 was in (the exchange after )?the \w+ of microbatch \d", "(rank 0 was there", text
     )
-    return text.replace(", in start_transfers on group 'pp'", "")
+    return re.sub(r", in start_transfers on group 'pp'( \(changed:\d+ in train\))?", "", text)
 
 
 @pytest.mark.full
