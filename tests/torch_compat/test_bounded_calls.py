@@ -100,7 +100,7 @@ def test_a_process_whose_call_has_returned_since_ends_as_any_other() -> None:
 def with_a_live_graph() -> str:
     """NCCL frees a communicator when the CUDA graphs with its calls are freed."""
     install()
-    use_timeouts(Timeouts(abort=0.5))
+    use_timeouts(Timeouts(abort=3.0))
     grid = commgrid.initialize(connect="none", backend=NAME, timeout=30.0, watch=False)
     held = grid.get_group("dp")
     free, destroy = threading.Event(), dist.destroy_process_group
@@ -124,7 +124,7 @@ def test_a_live_graph_is_an_error_that_says_so() -> None:
         with_a_live_graph, 2, backend=None, launcher="torchrun", check=False, timeout=100
     ):
         assert said.startswith("communicator dp")
-        assert "has not ended within 0.5 s" in said
+        assert "has not ended within 3 s" in said
         assert "free the graphs that captured calls on dp" in said
 
 
@@ -142,7 +142,7 @@ def stuck_at_start() -> str:
     over = threading.Event()
     LazyGroup.connect = connect  # type: ignore[method-assign]
     try:
-        commgrid.initialize(tp=2, backend=NAME, timeout=30.0, watch=False, startup_timeout=6.0)
+        commgrid.initialize(tp=2, backend=NAME, timeout=30.0, watch=False, startup_timeout=12.0)
     except CommGridError as error:
         return f"{type(error).__name__}: {error}"
     finally:
