@@ -110,7 +110,7 @@ def end_if_stuck(groups: Iterable[dist.ProcessGroup], why: str) -> None:
     """
     left, until = list(groups), time.monotonic() + timeouts().abort
     while left and time.monotonic() < until:
-        time.sleep(timeouts().poll)
+        time.sleep(timeouts().moment)  # a look goes through the stacks of all threads
         left = [each for each in left if torch_nccl.is_called_on(each)]
     if left:
         names = " and ".join(each.group_desc for each in left)

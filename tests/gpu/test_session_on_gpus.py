@@ -41,7 +41,10 @@ def test_memory_of_a_communicator(where: Where) -> str:
     made = sum(len(each.ranks) > 1 for each in grid.communicators)
     # The ranks of a GPU share its counter.
     sharing = 1.0 if where.emulated else max(1.0, 2 / torch.cuda.device_count())
-    return f"{(where.memory() - before) / made / sharing:.1f} MiB each, of {made}"
+    each = (where.memory() - before) / made / sharing
+    assert made == len(names)
+    assert each < 700, f"{each:.0f} MiB each: more than was ever reported"
+    return f"{each:.1f} MiB each, of {made}"
 
 
 @pytest.mark.alone
