@@ -137,7 +137,7 @@ class Watch:
         return self.failure or text
 
     def leave(self, text: str) -> None:
-        """Tell all that this rank leaves; ranks that wait for it fail.
+        """Tell all ranks that this one leaves; a rank that waits for it fails.
 
         Args:
             text: why.

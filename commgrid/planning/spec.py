@@ -420,7 +420,7 @@ class GridSpec:
         regions = (dense, *rest)
         everyone = ranks is None and self.ranks is None
         if regions == self.regions and (everyone or covered == self.ranks):
-            return self  # with what it has worked out already
+            return self  # and its cached properties
         return replace(self, regions=regions, ranks=None if everyone else covered)
 
     # -- writing it ---------------------------------------------------------------------

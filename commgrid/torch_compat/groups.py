@@ -43,7 +43,7 @@ from commgrid.torch_compat.world import (
 )
 
 T = TypeVar("T")
-# `suspend` replaces it by one that raises for suspended groups.
+# torch's own; `suspend` puts a function in its place that raises for suspended groups.
 _TORCHS_GET_BACKEND = dist.ProcessGroup._get_backend
 # torch keeps what it makes groups from in module state, and threads may start grids at once.
 _CREATING = threading.RLock()
@@ -427,9 +427,9 @@ def destroy_all(groups: Iterable[dist.ProcessGroup], at_exit: bool = False) -> N
 
     Args:
         groups: of this process.
-        at_exit: whether the process ends. Its addresses stay at the store then: to connect to one
-            is refused at once, but for one that is missing gloo waits, and with it all other calls
-            of a process's connection to the store.
+        at_exit: whether the process ends. Its addresses then stay at the store: a connection to
+            one of them is refused at once, but gloo waits for a missing one, and holds up all other
+            calls of its process's connection to the store.
     """
     left = list(groups)
     del groups  # so that `left` alone holds them
