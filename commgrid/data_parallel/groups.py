@@ -125,6 +125,13 @@ class ReductionGroups:
         parts = self.of(placement)[0].size() if self.shard else 1
         return num_distinct(placement, self.grid) * parts
 
+    @property
+    def data_axes(self) -> set[str]:
+        """The axes along which ranks saw different data; none for listed ranks and parts."""
+        spec = self.grid.spec
+        definition = spec.definitions[spec.resolve_name(self.dense)]
+        return set(definition.axes) if definition.is_whole else set()
+
     def coordinate(self) -> dict[str, int]:
         """This rank's place along the axes on which ranks keep different gradients."""
         spec = self.grid.spec

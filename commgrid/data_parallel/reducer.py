@@ -61,9 +61,9 @@ from commgrid.data_parallel.model_checks import (
 )
 from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
 from commgrid.data_parallel.reduction import Reductions
-from commgrid.data_parallel.replica_gradients import ReplicaGradients
 from commgrid.data_parallel.slot import Owner, Slot, owner_of
 from commgrid.data_parallel.step_checks import STEP_HOOKS
+from commgrid.data_parallel.step_comparison import StepComparison
 from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_not_told
 from commgrid.errors import CommGridError, SpecError, UnknownGroupError
 from commgrid.parameters import Placement, placements
@@ -173,7 +173,8 @@ class GradientReducer:
         )  # fmt: skip
         self.reductions = Reductions(self.buckets, self._grid, shard=shard, defers=defers)
         _REDUCERS.add(self)
-        self._replicas = ReplicaGradients(self.pieces, self.slots, self.groups)
+        self._comparison = StepComparison(model, self.pieces, self.slots, self.groups)
+        self.reductions.sending = self._comparison.sent
         set_up_fused(model, self.slots)
         self._handles = [
             attach(bucket, index, Owner(self, bucket.slots[index]), GradientReducer._arrived)
@@ -190,7 +191,7 @@ class GradientReducer:
     def close(self) -> None:
         """Removes its hooks and buffers from the model, and placeholders from `.grad`."""
         self._detach()
-        self._replicas.close()
+        self._comparison.close()
         _REDUCERS.discard(self)
 
     @property
@@ -214,10 +215,9 @@ class GradientReducer:
         if optimizer is not None:
             optimizer.wait()
 
-    def before_step(self) -> None:
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when an optimizer is about to use gradients."""
-        if not self.after_step:
-            self._replicas.before_step(self.held)
+        self._comparison.before_step(optimizer, self.held, is_first=not self.after_step)
 
     def _whole_group(self) -> tuple[ProcessGroup | None, bool]:
         """The ranks that together hold every gradient, and whether that group was created."""
@@ -302,7 +302,7 @@ class GradientReducer:
         for bucket in self.buckets:
             hand_out_bucket(bucket, skips=skips, shard=self.shard, exact=self._is_exact)
         wrong = wrong or changed(self.model, self.slots)
-        told = self._replicas.compare(self.held, divisor)
+        told = self._comparison.compare(self.held, divisor)
         wrong = wrong or told
         if self._not_finite == "raise" and not self.is_finite:  # so say all ranks, so all go there
             told = check_finite(self.pieces, self._verdict.whole, self.model)
@@ -401,7 +401,7 @@ class GradientReducer:
 
     def rescaled(self) -> None:
         """Called after gradients were scaled in place by one factor, the same on all ranks."""
-        self._replicas.rescaled(self.held)
+        self._comparison.rescaled(self.held)
 
     def gradients_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
         """This rank's parts of the reduced gradients of the given parameters."""

@@ -6,7 +6,7 @@ weights after a step, during the next forward if that is asked for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
 from commgrid.data_parallel.accumulation import fill
 from commgrid.data_parallel.bucket import Bucket
+from commgrid.data_parallel.slot import Slot
 from commgrid.errors import GridDestroyedError
 from commgrid.runtime.grid import HyperCommGrid
 
@@ -37,6 +38,8 @@ class Reductions:
         self._buckets, self._grid, self._shard, self._defers = buckets, grid, shard, defers
         self._next, self._has_begun = 0, False
         self._in_flight: list[Bucket] = []
+        self.sending: Callable[[Sequence[Slot]], object] = lambda slots: None
+        """Called with the slots of a bucket that is complete and about to be summed."""
 
     def arrived(self, bucket: Bucket, index: int) -> None:
         """Records a complete gradient, and starts the sums of complete buckets.
@@ -84,6 +87,7 @@ class Reductions:
             self._next += 1
             bucket.launched = True
             fill(bucket)
+            self.sending(bucket.slots)
             if bucket.prescale > 1:
                 with torch.no_grad():
                     bucket.gradient.div_(bucket.prescale)

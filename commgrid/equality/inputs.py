@@ -2,25 +2,26 @@
 
 Tensor-parallel layers give each rank a part of the work on one input. With different inputs, the
 result mixes them but is the same on all ranks, so that no later check notices. The layers note
-their inputs here while a GradientReducer records them, in its first steps; its `finish` compares
-the notes.
+their inputs here in the steps in which a GradientReducer compares them.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef, described
-from commgrid.equality.digest import device_for, digest, extremes
+from commgrid.equality.comparison import Fact, ends_of, first_place
+from commgrid.equality.digest import digest
 from commgrid.errors import GridMismatchError
 
 KEPT = 16
 """Only the first notes since the last comparison are compared; of later ones, their number is."""
-_ROUNDING = 1e-9  # of counts that are fractions, added up in another order
 _MIX = -7046029254386353131  # odd; spreads the squares of positions over 64 bits
 _CHUNK = 2**20  # numbers of a fingerprint at once, which are copied to fp64
 _MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
@@ -31,12 +32,22 @@ Note = tuple[str, Tensor]
 
 
 class InputRecord:
-    """The inputs noted since the last `take`, by group."""
+    """The inputs noted since the last `facts`, by group, while it is open."""
 
     def __init__(self) -> None:
         self._notes: dict[ProcessGroup, list[Note]] = {}
         self._counts: dict[ProcessGroup, int] = {}
+        self.open()
+
+    def open(self) -> None:
+        """Record from now on."""
         _RECORDS.add(self)
+
+    def close(self) -> None:
+        """Record no more."""
+        _RECORDS.discard(self)
+        self._notes.clear()
+        self._counts.clear()
 
     def is_full(self, group: ProcessGroup) -> bool:
         """Whether a group has `KEPT` notes, so that further ones are only counted."""
@@ -48,68 +59,45 @@ class InputRecord:
             self._notes.setdefault(group, []).append(note)
         self._counts[group] = self._counts.get(group, 0) + 1
 
-    def take(self, group: ProcessGroup) -> tuple[list[Note], int]:
-        """The first notes of a group, and the total count; then forget them."""
-        return self._notes.pop(group, []), self._counts.pop(group, 0)
-
-    def unequal(self, group: ProcessGroup, divisor: float) -> GridMismatchError | None:
-        """The error if ranks of a group have different notes or counts; collective over the group.
-
-        The notes are those since the last call.
-
-        Args:
-            group: whose ranks compute layers together.
-            divisor: the sum of counts by which gradients are divided.
-        """
-        notes, count = self.take(group)
-        mine = torch.zeros(KEPT + 1, 3, dtype=torch.float64)
-        mine[0, :2] = torch.tensor([count, divisor], dtype=torch.float64)
-        for row, (_, numbers) in enumerate(notes, 1):
-            mine[row] = numbers
-        mine = torch.where(mine.isfinite(), mine, 0.0)
-        found = extremes(mine.to(device_for(group)), group)
-        largest, smallest = (each.cpu() for each in found)
-        spread = largest - smallest
-        if spread[0, 0] > 0:
-            return _other_calls(group, int(smallest[0, 0]), int(largest[0, 0]))
-        for row, (what, _) in enumerate(notes, 1):
-            allowed = largest[row, 0] * largest[row, 1:].abs().max()
-            if spread[row, 0] > 0 or bool((spread[row, 1:] > allowed).any()):
-                return _other_values(group, what)
-        if spread[0, 1] > _ROUNDING * largest[0, 1]:
-            return _other_counts(group, float(smallest[0, 1]), float(largest[0, 1]))
-        return None
-
-    def close(self) -> None:
-        """Record no more."""
-        _RECORDS.discard(self)
-        self._notes.clear()
-        self._counts.clear()
+    def facts(self, group: ProcessGroup) -> Iterator[Fact]:
+        """The number of a group's inputs, and their values, as facts; then forget them."""
+        notes, count = self._notes.pop(group, []), self._counts.pop(group, 0)
+        yield Fact(group, torch.tensor([count], dtype=torch.float64), partial(_other_calls, group))
+        values = torch.full((KEPT, 3), torch.nan, dtype=torch.float64)
+        for row, (_, numbers) in enumerate(notes):
+            values[row] = torch.where(numbers.isfinite(), numbers, torch.nan)
+        names = [what for what, _ in notes]
+        yield Fact(group, values.view(-1), partial(_other_values, group, names), _first_input)
 
 
-def _other_calls(group: ProcessGroup, fewest: int, most: int) -> GridMismatchError:
+def _first_input(largest: Tensor, smallest: Tensor) -> int | None:
+    """The first input whose values differ by more than its tolerance."""
+    high, low = largest.view(KEPT, 3), smallest.view(KEPT, 3)
+    allowed = high[:, 0] * torch.maximum(high[:, 1:].abs(), low[:, 1:].abs()).amax(1)
+    apart = (high - low)[:, 1:] > allowed[:, None]
+    return first_place(apart.any(1) | (high[:, 0] > low[:, 0]))
+
+
+def _other_calls(
+    group: ProcessGroup, _: int, by_rank: Mapping[int, list[float]]
+) -> GridMismatchError:
+    (fewest, low), (most, high) = ends_of(by_rank, 0)
     return GridMismatchError(
-        f"the ranks of {described(group)} have called its layers {fewest} to {most} times since "
-        "the last finish(), as if one of them had evaluated alone; each forward of a sliced model "
-        "needs all ranks of the group"
+        f"the ranks of {described(group)} have called its layers {fewest:g} to {most:g} times "
+        f"since the last finish() (ranks {low} and {high}), as if one of them had evaluated alone; "
+        "each forward of a sliced model needs all ranks of the group"
     )
 
 
-def _other_values(group: ProcessGroup, what: str) -> GridMismatchError:
+def _other_values(
+    group: ProcessGroup, names: Sequence[str], place: int, _: Mapping[int, list[float]]
+) -> GridMismatchError:
     return GridMismatchError(
-        f"the ranks of {described(group)} have different values of {what}, and compute one model "
-        "together; give all of them the same batch: seed data loaders by "
+        f"the ranks of {described(group)} have different values of {names[place]}, and compute one "
+        "model together; give all of them the same batch: seed data loaders by "
         "grid.get_local_rank('dp_cp'), or broadcast each batch over the group; with dropout "
         "before it use one seed along the group; a slice of the sequence needs "
         "sequence_parallel=True"
-    )
-
-
-def _other_counts(group: ProcessGroup, least: float, most: float) -> GridMismatchError:
-    return GridMismatchError(
-        f"finish(count=…) divides by {least:g} to {most:g} on ranks of {described(group)}, which "
-        "have the same samples; count those of the whole batch, not of this rank's slice of the "
-        "sequence"
     )
 
 

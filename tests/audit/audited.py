@@ -11,7 +11,7 @@ from pathlib import Path
 from commgrid.audit import child
 from commgrid.audit.compare import Seen, compare
 from commgrid.audit.finding import Comparison
-from commgrid.data_parallel.replica_gradients import ReplicaGradients
+from commgrid.data_parallel.step_comparison import StepComparison
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing import run_on_ranks
 
@@ -43,7 +43,7 @@ def _rank(argv: list[str]) -> None:
     for name in [*sys.modules]:  # as another test of this process may have imported them
         if name.startswith("gpt_"):
             del sys.modules[name]
-    ReplicaGradients.compare = lambda self, held, divisor: None  # type: ignore[method-assign]  # finds some
+    StepComparison.compare = lambda self, held, divisor: None  # type: ignore[method-assign]  # finds some
     child.main(argv)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from commgrid import CommGridError, GridMismatchError
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
-from commgrid.data_parallel import replica_gradients as module
+from commgrid.data_parallel import step_comparison as module
 from commgrid.parameters import mark_parameters
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
@@ -55,7 +55,7 @@ def test_a_forgotten_mark_is_named(grid: HyperCommGrid, shard: bool) -> None:
 
 @pytest.mark.ranks(4, tp=2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_what_is_right_is_not_accused_and_costs_nothing_later(
+def test_what_is_right_is_not_accused_and_costs_little_later(
     grid: HyperCommGrid, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Block(dtype)
@@ -64,15 +64,16 @@ def test_what_is_right_is_not_accused_and_costs_nothing_later(
     model.register_parameter("scale", scale)
     reducer = GradientReducer(model)
     optimizer = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
-    compared: list[int] = []
+    compared: list[tuple[int, int]] = []
+    step = 0
     fingerprints = module._fingerprints
 
     def counted(pending: Any, held: Any) -> Tensor:
-        compared.append(len(pending))
+        compared.append((step, len(pending)))
         return fingerprints(pending, held)
 
     monkeypatch.setattr(module, "_fingerprints", counted)
-    for _ in range(4):
+    for step in range(27):  # noqa: B007
         y = model(x_of(grid, dtype))
         whole = torch.cat([torch.zeros_like(y), y] if grid.get_local_rank("tp") else [y])
         (whole[-2:] * scale.detach()).sum().backward()
@@ -81,9 +82,10 @@ def test_what_is_right_is_not_accused_and_costs_nothing_later(
         reducer.clip_gradients(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    # Armed are the scale and the row layer's bias, which is partial here and so is not.
-    assert compared[0] == 1
-    assert len(compared) == 2  # after finish, and before the step
+    # Compared is the scale; the row layer's bias is partial here and so is not.
+    assert {count for _, count in compared} == {1}
+    assert [step for step, _ in compared[:4]] == [0, 0, 1, 1]  # after finish, and before the step
+    assert [step for step, _ in compared[40:]] == [20, 24, 25]
 
 
 @pytest.mark.ranks(2, tp=2)

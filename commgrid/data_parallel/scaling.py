@@ -1,0 +1,222 @@
+"""Factors by which gradients were scaled between `finish` and a step.
+
+torch's clip_grad_norm_ takes the norm of this rank's gradients. Where ranks have slices, experts or
+stages, each scales by a different factor, so the step is not one for the whole model, and is
+refused. Not every difference is wrong: a layer's gradient may be halved, or a slice's zeroed. So
+ranks that scaled by different factors are refused if they scaled to the same norm.
+
+| | | refused |
+|---|---|---|
+| all gradients by one factor, ranks of a stage by different ones | | yes |
+| some gradients by one factor | other slices by another factor to the same norm | yes |
+| | other slices by 1, of a smaller norm | yes |
+| an optimizer's group on one stage | on another stage likewise, with the same options | yes |
+| other edits, such as clamping each number, or zeroing a slice | | not judged |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.data_parallel.bucket import GradientPart
+from commgrid.data_parallel.slot import KeptGradient
+from commgrid.equality.comparison import Fact, ends_of, first_place
+from commgrid.errors import GridMismatchError
+from commgrid.torch_compat.messages import version_of
+
+_TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2  # of a factor: rounding of fp32, and of bf16 gradients
+_GROUPS = 8  # of an optimizer's, that stages compare
+
+Held = Callable[[GradientPart], Tensor | None]
+
+# The columns of a row: the factor; 2-norm and largest number of all that was scaled by it; the
+# same of all that was not scaled.
+_FACTOR, _NORMS, _UNSCALED = 0, slice(1, 3), slice(3, 5)
+
+
+class Scaling:
+    """Factors between two measurements of a step's gradients.
+
+    Args:
+        pieces: of the reducer.
+        stage: the ranks that have slices or copies of them; None: none has.
+        stages: the group along pp; None: there is one stage.
+    """
+
+    def __init__(
+        self, pieces: Sequence[GradientPart], stage: ProcessGroup | None,
+        stages: ProcessGroup | None,
+    ) -> None:  # fmt: skip
+        self._pieces, self._stage, self._stages = pieces, stage, stages
+        kinds = {piece.slot.parameter.dtype for piece in pieces}
+        self._tolerance = _HALF_TOLERANCE if kinds & {torch.bfloat16, torch.float16} else _TOLERANCE
+        self._before: Tensor | None = None
+        self._versions: list[tuple[int, int | None]] = []
+        self._factors: Tensor | None = None
+        self.is_edited = False
+        """Whether gradients were edited before the last step, also by a factor of 1."""
+
+    @torch.no_grad()
+    def finished(self, held: Held) -> None:
+        """Measure the gradients that `finish` has left, or that the reducer has clipped."""
+        if self._stage is not None or self._stages is not None:
+            self._before, self._versions = self._measure(held), self._seen(held)
+            self._factors, self.is_edited = None, False
+
+    @torch.no_grad()
+    def before_step(self, held: Held) -> None:
+        """Measure the gradients that an optimizer is about to use."""
+        if self._before is not None:
+            after = self._measure(held)
+            self._factors = self._factors_to(after)
+            is_changed = not torch.equal(after.nan_to_num(), self._before.nan_to_num())
+            self.is_edited = is_changed or self._seen(held) != self._versions
+
+    def facts(self, options: Sequence[float]) -> Iterator[Fact]:
+        """The factors as facts, along the ranks of the stage and along stages; then forget them.
+
+        Args:
+            options: of each piece, a number for the options of its optimizer's group; NaN: none.
+        """
+        before, factors = self._before, self._factors
+        self._before = self._factors = None
+        if before is None or factors is None:
+            before = torch.zeros(len(self._pieces), 2, dtype=torch.float64)
+            factors = torch.full((len(self._pieces),), torch.nan, dtype=torch.float64)
+        if self._stage is not None:
+            whole = self._of_all(factors, before) if len(factors) > 1 else _none()
+            rows = torch.cat([whole, self._rows(factors, before)])
+            yield Fact(self._stage, rows.view(-1), _apart, partial(_differs, self._tolerance))
+        if self._stages is not None:
+            table = torch.full((_GROUPS, 6), torch.nan, dtype=torch.float64)
+            known = sorted({each for each in options if not math.isnan(each)})[:_GROUPS]
+            for row, group in enumerate(known):
+                own = torch.tensor([each == group for each in options])
+                table[row, 0] = group
+                table[row, 1:] = self._of_all(factors[own], before[own])[0]
+            error = partial(_stages_apart, self._tolerance)
+            yield Fact(self._stages, table.view(-1), error, _any_scaled)
+
+    def _measure(self, held: Held) -> Tensor:
+        """(pieces, 2): 2-norm and largest absolute value of each gradient; 0: none."""
+        found = [held(piece) for piece in self._pieces]
+        found = [None if isinstance(g, KeptGradient) else g for g in found]
+        sizes = torch.zeros(len(found), 2, dtype=torch.float64)
+        own = [(i, g) for i, g in enumerate(found) if g is not None and g.numel()]
+        rows = []
+        for _, gradient in own:
+            exact = torch.promote_types(gradient.dtype, torch.float32)
+            norms = [torch.linalg.vector_norm(gradient, n, dtype=exact) for n in (2, torch.inf)]
+            rows.append(torch.stack(norms).double())
+        if rows:
+            sizes[[i for i, _ in own]] = torch.stack(rows).cpu()
+        return sizes
+
+    def _seen(self, held: Held) -> list[tuple[int, int | None]]:
+        """Identity and version of each gradient, which most edits change."""
+        found = (held(piece) for piece in self._pieces)
+        return [(id(g), version_of(g)) for g in found if g is not None]
+
+    def _factors_to(self, after: Tensor) -> Tensor:
+        """(pieces,): the factor of each gradient; NaN: it was zero, is zero, or has no factor."""
+        assert self._before is not None
+        ratios = after / self._before
+        spread = (ratios[:, 0] - ratios[:, 1]).abs()
+        is_known = ratios.isfinite().all(1) & (spread <= self._tolerance * ratios[:, 0])
+        known = torch.where(is_known & (ratios[:, 0] > 0), ratios[:, 0], torch.nan)
+        return torch.where((known - 1).abs() <= self._tolerance, 1.0, known)
+
+    def _of_all(self, factors: Tensor, before: Tensor) -> Tensor:
+        """(1, 5): the columns above of all gradients, if one factor scaled all but zeros."""
+        has = before[:, 0] > 0
+        own = factors[has]
+        if not len(own) or own.isnan().any() or own.max() - own.min() > self._tolerance * own.max():
+            return _none()
+        return _row(float(own.mean()), before[has])[None]
+
+    def _rows(self, factors: Tensor, before: Tensor) -> Tensor:
+        """(pieces, 5): the columns above, of each piece."""
+        rows = torch.full((len(factors), 5), torch.nan, dtype=torch.float64)
+        left = ~factors.isnan()
+        while left.any():
+            factor = float(factors[left][0])
+            alike = left & ((factors - factor).abs() <= self._tolerance * factor)
+            rows[alike] = _row(factor, before[alike])
+            left &= ~alike
+        return rows
+
+
+def _row(factor: float, before: Tensor) -> Tensor:
+    norms = factor * torch.stack([before[:, 0].square().sum().sqrt(), before[:, 1].max()])
+    none = torch.full_like(norms, torch.nan)
+    both = [none, norms] if factor == 1 else [norms, none]
+    return torch.cat([torch.tensor([factor], dtype=torch.float64), *both])
+
+
+def _none() -> Tensor:
+    return torch.full((1, 5), torch.nan, dtype=torch.float64)
+
+
+def _differs(tolerance: float, largest: Tensor, smallest: Tensor) -> int | None:
+    """The row in which slices were scaled apart; row 0 is of all gradients."""
+    high, low = largest.view(-1, 5), smallest.view(-1, 5)
+    apart = high[:, _FACTOR] - low[:, _FACTOR] > 2 * tolerance * high[:, _FACTOR]
+    same = high[:, _NORMS] - low[:, _NORMS] <= 4 * tolerance * high[:, _NORMS]
+    above = high[:, _UNSCALED] > (1 + 4 * tolerance) * low[:, _NORMS]
+    is_clipped = (same & ~above).any(1)
+    is_clipped[0] = True
+    return first_place(apart & is_clipped)
+
+
+def _apart(row: int, by_rank: Mapping[int, Sequence[float]]) -> GridMismatchError:
+    (least, low), (most, high) = ends_of(by_rank, 5 * row + _FACTOR)
+    return GridMismatchError(
+        f"rank {low} has scaled its gradients by {least:.4g} after finish(), and rank {high} "
+        f"by {most:.4g}, as torch's clip_grad_norm_ does, which takes the norm of one rank's "
+        "slices, experts or stage; use the reducer's clip_gradients(), or scale by one factor on "
+        "all ranks"
+    )
+
+
+# -- stages -------------------------------------------------------------------------------
+
+
+def _any_scaled(largest: Tensor, _: Tensor) -> int | None:
+    """Whether any stage has scaled a whole group, so that all look at all rows."""
+    return first_place(~largest.view(-1, 6)[:, 1:][:, _NORMS].isnan().any(1))
+
+
+def _stages_apart(
+    tolerance: float, _: int, by_rank: Mapping[int, Sequence[float]]
+) -> GridMismatchError | None:
+    """The error if stages have scaled gradients of one optimizer group to the same norm."""
+    groups: dict[float, dict[int, list[float]]] = {}
+    for rank, numbers in by_rank.items():
+        for start in range(0, len(numbers), 6):
+            group, *row = numbers[start : start + 6]
+            if not math.isnan(group) and not math.isnan(row[_FACTOR]):
+                groups.setdefault(group, {})[rank] = row
+    for rows in groups.values():
+        factors = [row[_FACTOR] for row in rows.values()]
+        if max(factors) - min(factors) <= 2 * tolerance * max(factors):
+            continue
+        for norm in range(2):
+            scaled = [row[_NORMS][norm] for row in rows.values() if row[_FACTOR] != 1]
+            others = [row[_UNSCALED][norm] for row in rows.values() if row[_FACTOR] == 1]
+            is_same = max(scaled) - min(scaled) <= 4 * tolerance * max(scaled)
+            is_norm = len(scaled) > 1 or _is_short(scaled[0], tolerance)
+            below = all(other <= (1 + 4 * tolerance) * min(scaled) for other in others)
+            if is_same and is_norm and below:
+                return _apart(0, rows)
+    return None
+
+
+def _is_short(norm: float, tolerance: float) -> bool:
+    """Whether a norm is a number that people give, such as 0.5, and not one that came about."""
+    return tolerance <= _TOLERANCE and abs(float(f"{norm:.1e}") - norm) <= 1e-5 * norm

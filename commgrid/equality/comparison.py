@@ -1,0 +1,111 @@
+"""Comparison of numbers among ranks: finds the ones that differ, and raises on all ranks.
+
+    each group      largest and smallest of every fact's numbers         one all-reduce
+    a fact differs  its numbers of each rank, for the error              one all-gather
+    everyone        whether any rank has an error, then its text         one all-reduce a group
+
+A number that is NaN says nothing: only ranks with a number are compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.objects import gathered
+from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.equality.digest import device_for
+from commgrid.errors import CommGridError, GridMismatchError
+
+Error = Callable[[int, Mapping[int, list[float]]], CommGridError | None]
+"""Makes the error of a fact from the first place that differs and each rank's numbers; None: the
+numbers of all ranks show that it is right."""
+Differs = Callable[[Tensor, Tensor], int | None]
+"""Returns the first place that differs, from the largest and the smallest numbers; or None."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Numbers that the ranks of a group should have alike.
+
+    Args:
+        group: all of its ranks give the same facts in one order.
+        numbers: (n,) in fp64 on the CPU; NaN: this rank has none.
+        error: of numbers that differ.
+        differs: None: any difference counts.
+    """
+
+    group: ProcessGroup
+    numbers: Tensor
+    error: Error
+    differs: Differs | None = None
+
+
+def exactly(largest: Tensor, smallest: Tensor) -> int | None:
+    """The first place with two numbers."""
+    return first_place(largest > smallest)
+
+
+def first_place(is_wrong: Tensor) -> int | None:
+    """The first True of a vector."""
+    return int(is_wrong.nonzero()[0]) if bool(is_wrong.any()) else None
+
+
+def ends_of(
+    by_rank: Mapping[int, Sequence[float]], place: int
+) -> tuple[tuple[float, int], tuple[float, int]]:
+    """The smallest and the largest number in one place, each with a rank that has it."""
+    known = [(row[place], rank) for rank, row in by_rank.items() if not math.isnan(row[place])]
+    return min(known), max(known)
+
+
+def compare(
+    facts: Iterable[Fact], everyone: Iterable[ProcessGroup], mark: bool = False
+) -> tuple[CommGridError | None, bool]:
+    """Return the first error, or None, and whether any rank has the mark; collective.
+
+    Args:
+        facts: this rank's; each is compared over its group.
+        everyone: groups that together reach every rank, in one order on all of them; after the
+            comparison either all of these ranks have an error or none has.
+        mark: of this rank.
+    """
+    by_group: dict[ProcessGroup, list[Fact]] = {}
+    for fact in facts:
+        by_group.setdefault(fact.group, []).append(fact)
+    wrong: CommGridError | None = None
+    for group, alike in by_group.items():
+        told = _compare(group, alike)
+        wrong = wrong or told
+    for group in everyone:
+        mine = torch.tensor([wrong is not None, mark], device=device_for(group)).long()
+        is_wrong, mark = map(bool, all_reduce(mine, group, op="max").tolist())
+        if is_wrong:
+            said = gathered("" if wrong is None else str(wrong), group)
+            wrong = wrong or GridMismatchError(next(filter(None, said)))
+    return wrong, mark
+
+
+def _compare(group: ProcessGroup, facts: list[Fact]) -> CommGridError | None:
+    numbers = torch.cat([fact.numbers for fact in facts])
+    both = torch.cat([numbers, -numbers])
+    both = torch.where(both.isnan(), -torch.inf, both).to(device_for(group))
+    ends = all_reduce(both, group, op="max").cpu()
+    largest, smallest = torch.where(ends == -torch.inf, torch.nan, ends).chunk(2)
+    sizes = [len(fact.numbers) for fact in facts]
+    parts = zip(facts, torch.split(largest, sizes), torch.split(-smallest, sizes), strict=True)
+    for fact, high, low in parts:
+        place = (fact.differs or exactly)(high, low)
+        if place is not None:
+            rows = all_gather(fact.numbers.to(device_for(group)), group).view(group.size(), -1)
+            ranks = dist.get_process_group_ranks(group)
+            told = fact.error(place, dict(zip(ranks, rows.tolist(), strict=True)))
+            if told is not None:
+                return told
+    return None
