@@ -15,8 +15,14 @@ from commgrid.data_parallel.accumulation import is_unreduced
 from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, owner_of
 from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.parameters.optimizers import check_optimizer, is_scaled, refuse_scaler, zero_ranks
+from commgrid.parameters.optimizers import (
+    check_optimizer,
+    refuse_scaler,
+    refuse_scaler_over,
+    zero_ranks,
+)
 from commgrid.parameters.sharded_module import StepHooks
+from commgrid.torch_compat.mesh import before_unscaling
 
 
 def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Reducer, Slot]]:
@@ -48,8 +54,8 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
     """
     owned = list(owned_by(optimizer))
     check_optimizer(optimizer, [slot.placement for _, slot in owned])
-    ranks, scaled = set(zero_ranks(optimizer)), is_scaled()
-    if not ranks and not scaled:
+    ranks = set(zero_ranks(optimizer))
+    if not ranks:
         return
     for reducer, slot in owned:
         for axis, theirs in reducer.groups.apart(slot.placement):
@@ -61,8 +67,19 @@ def check_slices(optimizer: torch.optim.Optimizer) -> None:
                     f"along {axis}; give it process_group=commgrid.get_group('dp_cp'), or use "
                     "commgrid.data_parallel.ShardedOptimizer"
                 )
-            if scaled:
-                refuse_scaler(f"{slot.placement} differs along {axis}")
+
+
+def check_before_unscaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """Refuses torch's GradScaler where ranks have different parameters.
+
+    Raises:
+        SpecError: names the first such parameter.
+    """
+    owned = list(owned_by(optimizer))
+    refuse_scaler_over(scaler, [slot.placement for _, slot in owned])
+    for reducer, slot in owned:
+        for axis, _ in reducer.groups.apart(slot.placement):
+            refuse_scaler(scaler, f"{slot.placement} differs along {axis}")
 
 
 def check_reduced(optimizer: torch.optim.Optimizer) -> None:
@@ -120,6 +137,7 @@ STEP_HOOKS = StepHooks(
     lambda: [
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(_after_step),
+        before_unscaling(check_before_unscaling),
     ]
 )
 """Before a step, an unreduced gradient raises an error; after it, gradients count as used.

@@ -9,10 +9,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from commgrid.parameters.foreign import Foreign, foreign_slice
 from commgrid.parameters.layout import Distinct, ParameterLayout, layout_of
 from commgrid.parameters.marks import Mark, mark_parameters
-from commgrid.parameters.optimizers import check_before_step, refuse_copying_over_slices
+from commgrid.parameters.optimizers import (
+    check_before_step,
+    check_before_unscaling,
+    refuse_copying_over_slices,
+)
 from commgrid.parameters.placement import Placement, own_slice, placements
 from commgrid.parameters.sharded_module import REGISTERED, ShardedModule
-from commgrid.torch_compat.mesh import before_ddp
+from commgrid.torch_compat.mesh import before_ddp, before_unscaling
 
 __all__ = [
     "Distinct",
@@ -31,4 +35,5 @@ __all__ = [
 REGISTERED += [
     lambda: register_optimizer_step_pre_hook(check_before_step),
     lambda: before_ddp(refuse_copying_over_slices),
+    lambda: before_unscaling(check_before_unscaling),
 ]

@@ -7,17 +7,17 @@
 | ZeroRedundancyOptimizer, FSDP2 over ranks with other slices | one rank's slice replaces others |
 | torch.amp.GradScaler | ranks decide apart whether to skip a step |
 
-All but the first raise before a step, and DistributedDataParallel over ranks with other slices as
-it is made. The hooks into torch for that are registered while any layer with slices exists.
+All but the first raise before a step, GradScaler before it reads gradients, and
+DistributedDataParallel over ranks with other slices as it is made. The hooks into torch for that
+are registered while any layer with slices exists.
 """
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -54,7 +54,7 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
     Raises:
         SpecError: names the first such parameter.
     """
-    name, ranks, scaled = type(optimizer).__name__, zero_ranks(optimizer), is_scaled()
+    name, ranks = type(optimizer).__name__, zero_ranks(optimizer)
     of_matrices = _of_matrices(optimizer)
     for one in slices:
         if one.num_slices == 1:
@@ -74,8 +74,6 @@ def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
                 "it the ranks that have copies, process_group=commgrid.get_group('dp_cp'), or use "
                 "commgrid.data_parallel.ShardedOptimizer"
             )
-        if scaled:
-            refuse_scaler(f"{one} is a slice over group {group.name!r}")
 
 
 def _of_matrices(optimizer: Optimizer) -> set[int]:
@@ -105,31 +103,22 @@ def zero_ranks(optimizer: Optimizer) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def is_scaled() -> bool:
-    """Whether torch's GradScaler, which decides by one rank's gradients, has called the step."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            scaler = frame.f_locals["self"]
-            return type(scaler).__module__ in _SCALERS and bool(scaler.is_enabled())
-        frame = frame.f_back
-    return False
-
-
-def refuse_scaler(why: str) -> NoReturn:
-    """Refuses a step under torch's GradScaler.
+def refuse_scaler(scaler: torch.amp.GradScaler, what: str) -> None:
+    """Refuses torch's own GradScaler over parameters that are not whole on each rank.
 
     Args:
-        why: the clause on the parameter, for the message.
+        scaler: about to read gradients; one of another library may agree over ranks.
+        what: the clause on the parameter, for the message.
 
     Raises:
-        SpecError: with `why`.
+        SpecError: with `what`.
     """
-    raise SpecError(
-        "torch.amp.GradScaler decides by one rank's gradients whether to skip a step, and "
-        f"{why}, so that after an overflow some ranks would step and others would not; use "
-        "commgrid.data_parallel.GradScaler, which decides for all ranks"
-    )
+    if type(scaler).__module__ in _SCALERS:
+        raise SpecError(
+            "torch.amp.GradScaler decides by one rank's gradients whether to skip a step, and "
+            f"{what}, so that after an overflow some ranks would step and others would not; use "
+            "commgrid.data_parallel.GradScaler, which decides for all ranks"
+        )
 
 
 _SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, bool]], list[Slice]]] = (
@@ -139,12 +128,33 @@ _SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, bool]], list
 
 def check_before_step(optimizer: Optimizer, *_: Any) -> None:
     """torch's hook: check the slices that a reducer does not have."""
+    check_optimizer(optimizer, _slices_of(optimizer))
+
+
+def check_before_unscaling(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
+    """Refuse torch's GradScaler over slices that a reducer does not have."""
+    refuse_scaler_over(scaler, _slices_of(optimizer))
+
+
+def refuse_scaler_over(scaler: torch.amp.GradScaler, slices: Iterable[Slice]) -> None:
+    """Refuse torch's GradScaler over slices.
+
+    Raises:
+        SpecError: names the first slice.
+    """
+    for one in slices:
+        if one.num_slices > 1:
+            group = next(group for _, group in one.shards if group.size > 1)
+            refuse_scaler(scaler, f"{one} is a slice over group {group.name!r}")
+
+
+def _slices_of(optimizer: Optimizer) -> list[Slice]:
     updated = [p for group in optimizer.param_groups for p in group["params"]]
     key = [(id(p), hasattr(p, "grad_owner")) for p in updated]
     known = _SLICES.get(optimizer)
     if known is None or known[0] != key:
         known = _SLICES[optimizer] = key, list(_slices_in(optimizer))
-    check_optimizer(optimizer, known[1])
+    return known[1]
 
 
 def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:

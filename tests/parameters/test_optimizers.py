@@ -17,7 +17,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import commgrid
 from commgrid import ShapeError, SpecError
-from commgrid.data_parallel import GradientReducer
+from commgrid.data_parallel import GradientReducer, GradScaler
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
 
@@ -135,6 +135,46 @@ def test_torchs_loss_scaler_over_slices(reduced: bool) -> None:
                 scaler.step(optimizer)
         else:
             scaler.step(optimizer)
+        optimizer.zero_grad()
+
+
+@pytest.mark.ranks(2, tp=2)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_torchs_loss_scaler_is_refused_on_the_rank_that_would_skip_too(
+    grid: HyperCommGrid, reduced: bool, unscales: bool
+) -> None:
+    model = model_of()
+    reducer = GradientReducer(model) if reduced else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+    if reducer is not None:
+        reducer.finish()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(float("inf") if grid.rank == 0 else 1.0)
+    with pytest.raises(SpecError, match=r"torch\.amp\.GradScaler decides .*weight of shap"):
+        scaler.unscale_(optimizer) if unscales else scaler.step(optimizer)
+
+
+@pytest.mark.ranks(2, pp=2)
+def test_torchs_loss_scaler_over_stages(grid: HyperCommGrid) -> None:
+    """Refused where a reducer knows that stages are parts of one model; commgrid's is right."""
+    model = nn.Linear(4, 4)
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    ours = GradScaler("cpu", init_scale=2.0)
+    for each in (ours, scaler):
+        each.scale(model(torch.ones(1, 4)).sum()).backward()
+        reducer.finish()
+        if each is scaler:
+            with pytest.raises(SpecError, match=r"GradScaler decides .* differs along pp"):
+                each.step(optimizer)
+        else:
+            each.step(optimizer)
+            each.update()
         optimizer.zero_grad()
 
 
