@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
@@ -261,6 +262,20 @@ def broadcast_values(
     if data.size() > 1:
         for buffer in model.buffers():
             _broadcast(buffer, data)
+
+
+@torch.no_grad()
+def broadcast_statistics(model: nn.Module, group: ProcessGroup) -> None:
+    """Make running statistics of batch norms those of the group's first rank, as DDP's are."""
+    kept = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for buffer in (each for module in kept for each in (module.running_mean, module.running_var)):
+        if buffer is not None:
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in by_kind.values() if group.size() > 1 else ():
+        flat = torch.cat(buffers)
+        dist.broadcast(flat, group=group, group_src=0)
+        torch._foreach_copy_(buffers, torch.split(flat, [len(buffer) for buffer in buffers]))
 
 
 def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:

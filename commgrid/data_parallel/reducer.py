@@ -26,7 +26,7 @@ kernels precede backward's kernels that wait for a free multiprocessor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +50,7 @@ from commgrid.data_parallel.bucket import Bucket, GradientPart, make_lanes, piec
 from commgrid.data_parallel.gathers import Updater
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.model_checks import (
+    broadcast_statistics,
     broadcast_values,
     changed,
     check_grid,
@@ -70,6 +71,9 @@ from commgrid.parameters import Placement, placements
 from commgrid.parameters.placement import shared_last
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+
+ParameterGroup = Iterable[Tensor] | Mapping[str, Any]
+"""Parameters of a model, or an optimizer's group of them."""
 
 NOT_FINITE = ("keep", "skip", "raise")
 
@@ -301,6 +305,7 @@ class GradientReducer:
         self.reductions.reset()
         for bucket in self.buckets:
             hand_out_bucket(bucket, skips=skips, shard=self.shard, exact=self._is_exact)
+        broadcast_statistics(self.model, self.group)
         wrong = wrong or changed(self.model, self.slots)
         told = self._comparison.compare(self.held, divisor)
         wrong = wrong or told
@@ -357,10 +362,14 @@ class GradientReducer:
 
     # -- norm ---------------------------------------------------------------------------
 
-    def gradient_norm(self) -> Tensor:
-        """The 2-norm of all averaged gradients of the unsharded model, the same on every rank.
+    def gradient_norm(self, group: ParameterGroup | None = None) -> Tensor:
+        """The 2-norm of averaged gradients of the unsharded model, the same on every rank.
 
         One all-reduce of one number. Call it after `finish`.
+
+        Args:
+            group: the parameters of this rank that count: a group of an optimizer, or some of
+                `model.parameters()`; [] on a rank that has none of them. None: all.
 
         Returns:
             A float64 tensor of shape () on the model's device.
@@ -368,32 +377,40 @@ class GradientReducer:
         Raises:
             UnknownGroupError: the grid has no group of the ranks that hold the model.
             CommGridError: a gradient is not reduced.
+            SpecError: a parameter that the reducer does not have.
         """
         self._check_reduced("gradient_norm() or clip_gradients() was called")
         if not self._has_whole:
             norm_group(
                 self._grid, self.groups.dense, sharded=self.shard
             )  # which says what is missing
-        return self._verdict.squares([self.held(piece) for piece in self.pieces]).sqrt()
+        wanted = self._ids_of(group)
+        held = [
+            self.held(piece) if id(piece.slot.parameter) in wanted else None
+            for piece in self.pieces
+        ]
+        return self._verdict.squares(held).sqrt()
 
     @torch.no_grad()
-    def clip_gradients(self, max_norm: float) -> Tensor:
-        """Scales all gradients so that their norm is at most `max_norm`; returns the norm before.
+    def clip_gradients(self, max_norm: float, group: ParameterGroup | None = None) -> Tensor:
+        """Scales gradients so that their norm is at most `max_norm`; returns the norm before.
 
         Args:
             max_norm: above 0.
+            group: the parameters that are clipped together, as for `gradient_norm`. Groups are
+                clipped in one order on all ranks.
 
         Returns:
             A float64 tensor of shape () on the model's device.
 
         Raises:
             ShapeError: max_norm is not above 0.
-            UnknownGroupError: the grid has no group of the ranks that hold the model.
+            UnknownGroupError, CommGridError, SpecError: as `gradient_norm`.
         """
         check_max_norm(max_norm)
-        norm = self.gradient_norm()
+        norm = self.gradient_norm(group)
         scale = clip_factor(norm, max_norm)
-        held = self.gradients()
+        held = self.gradients() if group is None else self.gradients_of(group)
         if held and (norm.device.type != "cpu" or not scale >= 1):  # also where it is NaN
             torch._foreach_mul_(held, scale)
             self.rescaled()
@@ -403,9 +420,24 @@ class GradientReducer:
         """Called after gradients were scaled in place by one factor, the same on all ranks."""
         self._comparison.rescaled(self.held)
 
-    def gradients_of(self, parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    def _ids_of(self, group: ParameterGroup | None) -> set[int]:
+        own = {id(slot.parameter) for slot in self.slots}
+        if group is None:
+            return own
+        given = group["params"] if isinstance(group, Mapping) else group
+        given = [given] if isinstance(given, Tensor) else list(given)
+        for each in given:
+            if id(each) not in own:
+                shape = tuple(each.shape) if isinstance(each, Tensor) else each
+                raise SpecError(
+                    f"a parameter of shape {shape} is not one that this GradientReducer's model "
+                    "trains; give some of model.parameters(), or a group of its optimizer"
+                )
+        return {id(each) for each in given}
+
+    def gradients_of(self, group: ParameterGroup) -> list[Tensor]:
         """This rank's parts of the reduced gradients of the given parameters."""
-        wanted = {id(parameter) for parameter in parameters}
+        wanted = self._ids_of(group)
         held = (self.held(p) for p in self.pieces if id(p.slot.parameter) in wanted)
         return [gradient for gradient in held if gradient is not None]
 
