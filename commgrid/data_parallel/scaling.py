@@ -105,17 +105,17 @@ class Scaling:
 
     def _measure(self, held: Held) -> Tensor:
         """(pieces, 2): 2-norm and largest absolute value of each gradient; 0: none."""
-        found = [held(piece) for piece in self._pieces]
-        found = [None if isinstance(g, KeptGradient) else g for g in found]
-        sizes = torch.zeros(len(found), 2, dtype=torch.float64)
-        own = [(i, g) for i, g in enumerate(found) if g is not None and g.numel()]
-        rows = []
-        for _, gradient in own:
-            exact = torch.promote_types(gradient.dtype, torch.float32)
-            norms = [torch.linalg.vector_norm(gradient, n, dtype=exact) for n in (2, torch.inf)]
-            rows.append(torch.stack(norms).double())
-        if rows:
-            sizes[[i for i, _ in own]] = torch.stack(rows).cpu()
+        sizes = torch.zeros(len(self._pieces), 2, dtype=torch.float64)
+        by_kind: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for index, piece in enumerate(self._pieces):
+            gradient = held(piece)
+            if gradient is not None and not isinstance(gradient, KeptGradient) and gradient.numel():
+                by_kind.setdefault((gradient.dtype, gradient.device), {})[index] = gradient
+        for (dtype, _), own in by_kind.items():
+            exact = torch.promote_types(dtype, torch.float32)
+            norms = [torch._foreach_norm([*own.values()], n, dtype=exact) for n in (2, torch.inf)]
+            rows = torch.stack([torch.stack(each) for each in norms], 1)
+            sizes[[*own]] = rows.double().cpu()
         return sizes
 
     def _seen(self, held: Held) -> list[tuple[int, int | None]]:

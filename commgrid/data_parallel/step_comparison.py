@@ -93,7 +93,7 @@ class StepComparison:
         )
         self._used: dict[ProcessGroup, Tensor] = {}
         self._options: dict[int, tuple[float, dict[str, str]]] = {}
-        self._sent: dict[int, float] = {}
+        self._sent: dict[int, Tensor] = {}
         self._step, self._is_edited = 0, False
 
     @property
@@ -117,8 +117,8 @@ class StepComparison:
         """Record partial gradients that are about to be summed."""
         for slot in slots if self._partial and self._is_due else ():
             if id(slot) in self._partial:
-                number = int(digest(slot.view)) & _MANTISSA
-                self._sent[id(slot)] = float(number) if bool(slot.view.any()) else 0.0
+                number = (digest(slot.view) & _MANTISSA).double()
+                self._sent[id(slot)] = number * slot.view.any()
 
     def before_step(self, optimizer: Optimizer, held: Held, *, is_first: bool) -> None:
         """Record the gradients and options that an optimizer is about to use.
@@ -181,9 +181,10 @@ class StepComparison:
         for group, pieces in self._copies.items():
             yield from self._facts_of_copies(group, pieces, held)
         for group, slots in self._partial_groups():
-            numbers = [self._sent.get(id(slot), 0.0) for slot in slots]
+            none = slots[0].view.new_zeros((), dtype=torch.float64)
+            numbers = torch.stack([self._sent.get(id(slot), none) for slot in slots]).cpu()
             error = partial(_not_partial, group, slots)
-            yield Fact(group, _fp64(numbers), error, partial(self._equal_partial, slots))
+            yield Fact(group, numbers, error, partial(self._equal_partial, slots))
         for group, slots in self._alike.items():
             found = [self._options.get(id(slot.parameter), (torch.nan, {})) for slot in slots]
             error = partial(_other_options, group, slots, [each for _, each in found])
@@ -291,22 +292,23 @@ def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, 
 
 def _fingerprints(pieces: Sequence[GradientPart], held: Held) -> Tensor:
     """Norm and product with ±1 of each, (2 · pieces,) in fp64 on the CPU; 0: there is none."""
-    rows = []
-    for piece in pieces:
+    found = torch.zeros(len(pieces), 2, dtype=torch.float64)
+    own, rows = [], []
+    for index, piece in enumerate(pieces):
         gradient = held(piece)
-        if gradient is None or isinstance(gradient, KeptGradient):
-            rows.append(torch.zeros(2, dtype=torch.float64))
-            continue
-        flat = gradient.detach().reshape(-1).double()
-        rows.append(torch.stack([flat.norm(), flat @ _signs(len(flat)).to(flat.device)]).cpu())
-    found = torch.cat(rows)
-    return torch.where(found.isfinite(), found, torch.inf)
+        if gradient is not None and not isinstance(gradient, KeptGradient):
+            flat = gradient.detach().reshape(-1).double()
+            own.append(index)
+            rows.append(torch.stack([flat.norm(), flat @ _signs(len(flat), flat.device)]))
+    if rows:
+        found[own] = torch.stack(rows).cpu()
+    return torch.where(found.isfinite(), found, torch.inf).view(-1)
 
 
-def _signs(count: int) -> Tensor:
+def _signs(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0x5EED)
     bits = torch.randint(2, (count,), generator=generator, device="cpu")
-    return bits.mul_(2).sub_(1).double()
+    return bits.mul_(2).sub_(1).double().to(device)
 
 
 # -- errors -------------------------------------------------------------------------------

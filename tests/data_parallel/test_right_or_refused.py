@@ -535,7 +535,7 @@ def test_torchs_own_scaler_is_refused_over_kept_gradients() -> None:
         return str(caught.value)
 
     for said in run_on_ranks(refused, 2):
-        assert "commgrid.data_parallel.GradScaler for loss scaling" in said
+        assert "commgrid.data_parallel.GradScaler" in said
 
 
 def not_finite(policy: str, shard: bool) -> list[Any]:
@@ -832,7 +832,7 @@ def operations() -> tuple[int, int, int]:
         return reading
 
     found = []
-    for _ in range(3):
+    for _ in range(23):
         model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
         reads = 0
         Tensor.tolist, Tensor.item = counted(tolist), counted(item)  # type: ignore[method-assign,assignment]
@@ -844,7 +844,7 @@ def operations() -> tuple[int, int, int]:
             optimizer.step()
             optimizer.zero_grad()
         found.append((reducing.count, updating.count, reads))
-    return found[2]  # the first two compare the gradients of copies
+    return found[22]  # the first 20, and each fifth, compare numbers among ranks
 
 
 def test_a_step_of_many_parameters_is_few_operations_and_one_wait() -> None:
