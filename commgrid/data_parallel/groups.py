@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import Replicate
 
 from commgrid.collectives.common_group import common_group
 from commgrid.errors import SpecError, UnknownGroupError
@@ -74,14 +75,6 @@ class ReductionGroups:
     def _common(self, group: ProcessGroup) -> ProcessGroup:
         return common_group(group, self.grid, (self.dense, self._expert))
 
-    def axes_of(self, placement: Placement) -> set[str]:
-        """The axes over which a gradient is summed; all, for listed ranks and parts of axes."""
-        spec = self.grid.spec
-        definition = spec.definitions[spec.resolve_name(self.of(placement)[1])]
-        if not definition.is_whole:
-            return {axis for region in spec.regions for axis in region.axes}
-        return set(definition.axes)
-
     def apart(self, placement: Placement) -> Iterator[tuple[str, list[int]]]:
         """Axes along which other ranks hold other parameters, each with the ranks along it."""
         with suppress(SpecError):
@@ -97,6 +90,15 @@ class ReductionGroups:
         except SpecError:
             return None
         return [axis for axis in axes if axis in self.used]
+
+    def unsummed(self, placement: Placement) -> list[str]:
+        """The axes along which ranks have copies of a parameter whose gradients nothing sums."""
+        with suppress(SpecError):
+            layout = layout_of(placement, self.grid)
+            data = self._axes(self._expert if placement.region == "expert" else self.dense)
+            whole = {axis for axis, kind in layout.grad.items() if isinstance(kind, Replicate)}
+            return [a for a in layout.copied_axes if a in self.used and a in whole - data]
+        return []
 
     def along(self, axes: Iterable[str]) -> tuple[ProcessGroup, ...]:
         """Groups in which ranks differ along some axes only, as `replicas.groups_along`."""
@@ -127,10 +129,15 @@ class ReductionGroups:
 
     @property
     def data_axes(self) -> set[str]:
-        """The axes along which ranks saw different data; none for listed ranks and parts."""
+        """The axes along which ranks saw different data; all, for listed ranks and parts."""
+        return self._axes(self.dense)
+
+    def _axes(self, name: str) -> set[str]:
         spec = self.grid.spec
-        definition = spec.definitions[spec.resolve_name(self.dense)]
-        return set(definition.axes) if definition.is_whole else set()
+        definition = spec.definitions[spec.resolve_name(name)]
+        if not definition.is_whole:
+            return {axis for region in spec.regions for axis in region.axes}
+        return set(definition.axes)
 
     def coordinate(self) -> dict[str, int]:
         """This rank's place along the axes on which ranks keep different gradients."""

@@ -62,6 +62,10 @@ class Scaling:
         self.is_edited = False
         """Whether gradients were edited before the last step, also by a factor of 1."""
 
+    def leave_out_stages(self) -> None:
+        """Compare along the stage alone."""
+        self._stages = None
+
     @torch.no_grad()
     def finished(self, held: Held) -> None:
         """Measure the gradients that `finish` has left, or that the reducer has clipped."""

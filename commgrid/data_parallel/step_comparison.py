@@ -75,16 +75,13 @@ class StepComparison:
         self._inputs = InputRecord()
         layers = (group for placement in trained for group in _layer_groups(placement))
         self._input_groups = list(dict.fromkeys(layers))
-        self._lines = groups.along(sorted(groups.used - groups.data_axes))
-        self._lines += (stages,) if stages is not None else ()
-        everyone = groups.stage()
-        self._everyone = [group for group in (everyone, stages) if group is not None]
+        lines = groups.along(sorted(groups.used - groups.data_axes))
+        self._lines = [*lines, *([stages] if stages is not None else [])]
+        self._everyone = [group for group in (groups.stage(), stages) if group is not None]
+        self._stages = stages
         self._copies: dict[ProcessGroup, list[GradientPart]] = {}
         for piece in pieces:
-            placement = piece.slot.placement
-            summed = groups.axes_of(placement)
-            left = [axis for axis in groups.copies_along(placement) or () if axis not in summed]
-            for group in groups.along(left):
+            for group in groups.along(groups.unsummed(piece.slot.placement)):
                 self._copies.setdefault(group, []).append(piece)
         self._largest: dict[ProcessGroup, float] = {}  # norm of any gradient so far
         self._partial = _partial_of_user(model, slots)
@@ -105,6 +102,12 @@ class StepComparison:
     def _compares_edits(self) -> bool:
         """Whether it compares edits of gradients: also after each step that had some."""
         return self._is_due or self._is_edited
+
+    def leave_out_stages(self) -> None:
+        """Compare within this stage alone: another one has no reducer, as it trains nothing."""
+        for groups in (self._lines, self._everyone):
+            groups[:] = [group for group in groups if group is not self._stages]
+        self._scaling.leave_out_stages()
 
     def close(self) -> None:
         """Compare and record no more."""

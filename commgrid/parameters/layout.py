@@ -33,8 +33,8 @@ class ParameterLayout:
     Args:
         weight: by axis, `Shard(dim)`: this rank has a slice; `Replicate()`: a copy; `Distinct()`:
             other indices have other parameters.
-        grad: by axis, `Partial()`: each rank has a part of a sum; `Replicate()`: all of it. Along
-            data axes gradients are partial after backward too, and the reducer sums them.
+        grad: by axis, `Partial()`: after backward each rank has a part of a sum; `Replicate()`: all
+            of it, along data axes of this rank's samples, over which a reducer takes the mean.
         shape: of the full parameter.
         sizes: of the axes.
         sharers: number of stages that each use a copy of it differently.

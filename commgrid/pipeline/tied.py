@@ -53,6 +53,8 @@ def check_reduced(
             wrong = f"has no reducer, but rank {some[0]} has one; give each stage one of its chunks"
         if wrong:
             raise SpecError(f"Pipeline: stage {stage} (rank {rank}) {wrong}")
+    if reducer is not None and len(some) < len(ranks):
+        reducer.leave_out_stages()
 
 
 def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None, splits: bool) -> str:

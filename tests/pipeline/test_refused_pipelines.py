@@ -169,11 +169,15 @@ def refused() -> list[str]:
     wrapped = DistributedDataParallel(one, process_group=grid.get_group("dp"))
     make([other, nn.Sequential(wrapped)] if stage else [other, one])
     # Right: frozen parameters need no reducer, and a reducer may know more than the chunks.
-    other.requires_grad_(stage == 0)
+    other.double().requires_grad_(stage == 0)
     whole = nn.ModuleList([other, nn.Linear(1, 1)])
-    Pipeline(
-        other, num_microbatches=2, loss=loss, reducer=None if stage else GradientReducer(whole)
-    )
+    reducer = None if stage else GradientReducer(whole)
+    pipeline = Pipeline(other, num_microbatches=MICROBATCHES, loss=loss, reducer=reducer)
+    for _ in range(2):  # and steps of one stage are compared with no other's
+        pipeline.step(microbatches(), microbatches())
+        if reducer is not None:
+            reducer.finish(count=MICROBATCHES)
+            torch.optim.SGD(other.parameters(), lr=0.1).step()
     return said
 
 
