@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, wraps
 from itertools import pairwise
@@ -166,8 +166,12 @@ def _fields(row: Tensor) -> list[str]:
 
 
 @contextmanager
-def named_peers(group: ProcessGroup) -> Iterator[None]:
+def named_peers(group: ProcessGroup | None, peers: Sequence[int] | None = None) -> Iterator[None]:
     """Turn torch's error about a rank that does not answer into one with the rank's name.
+
+    Args:
+        group: None: of one rank, where nothing is sent.
+        peers: group ranks that are waited for within it; None: all.
 
     Raises:
         GoneError: a rank is gone, or did not call attention or its backward as the others did.
@@ -175,12 +179,13 @@ def named_peers(group: ProcessGroup) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not is_peer_failure(error):
+        if group is None or not is_peer_failure(error):
             raise
         compare(group)
         ranks = dist.get_process_group_ranks(group)
         call = f"{group.group_name}/{_num_calls.get(group, 0)}"  # a later one may fail, too
-        who = who_is_missing(f"commgrid/attention/late/{call}", ranks, "the call")
+        awaited = ranks if peers is None else [ranks[peer] for peer in peers]
+        who = who_is_missing(f"commgrid/attention/late/{call}", ranks, "the call", awaited)
         raise GoneError(
             f"attention over group {group.group_desc!r} of {group.size()} ranks: {who} "
             f"({first_line(error)}); its ranks call attention equally often, with tensors of one "
@@ -193,10 +198,9 @@ def names_peers(backward: Backward) -> Backward:
 
     @wraps(backward)
     def named(ctx: Any, *gradients: Tensor) -> Any:
-        if ctx.group is None:
-            return backward(ctx, *gradients)
         with named_peers(ctx.group):
-            compare(ctx.group)
+            if ctx.group is not None:
+                compare(ctx.group)
             return backward(ctx, *gradients)
 
     return cast("Backward", named)

@@ -24,9 +24,9 @@ from commgrid.collectives.plain import Group, resolve
 from commgrid.context_parallel.agreement import agree, connect, named_peers
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
-from commgrid.context_parallel.heads import gathered_attention, two_level_attention, two_levels
+from commgrid.context_parallel.heads import two_level_attention, two_levels
 from commgrid.context_parallel.kernels import no_autocast, readable
-from commgrid.context_parallel.plans import Gathering, Step, gathering, kv_heads_of, ring_steps
+from commgrid.context_parallel.plans import Step, kv_heads_of, ring_steps
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError, UnknownGroupError
@@ -155,12 +155,9 @@ def _attend_among(
             inner=inner, device=q.device.type,
         ).way  # fmt: skip
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    if members.size() == 1 or way == "ring":
-        steps = _steps(sharding, rank, mask)
-        return ring_attention(q, k, v, steps=steps, group=members, scale=scale)
-    if way == "allgather":
-        plan = _gathering(sharding, rank, mask)
-        return gathered_attention(q, k, v, plan=plan, group=members, scale=scale)
+    if members.size() == 1 or way in ("ring", "allgather"):
+        steps, ahead = _steps(sharding, rank, mask), 1 if way == "ring" else members.size()
+        return ring_attention(q, k, v, steps=steps, group=members, scale=scale, ahead=ahead)
     if way == "ulysses":
         found = two_levels(sharding, rank, mask, members.size())
         return two_level_attention(q, k, v, levels=found, inside=members, across=None, scale=scale)
@@ -181,11 +178,6 @@ _opaque = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
 @lru_cache(maxsize=64)
 def _steps(sharding: SequenceSharding, rank: int, mask: Mask) -> tuple[Step, ...]:
     return ring_steps(sharding.ranges, sharding.documents, rank, mask)
-
-
-@lru_cache(maxsize=64)
-def _gathering(sharding: SequenceSharding, rank: int, mask: Mask) -> Gathering:
-    return gathering(sharding.ranges, sharding.documents, rank, mask)
 
 
 # -- two levels ---------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from commgrid.context_parallel.balance import Mask, Ranges
-from commgrid.context_parallel.ranges import count, runs_of, sorting_runs, union
+from commgrid.context_parallel.ranges import count, runs_of, sorting_runs
 from commgrid.context_parallel.tiles import Tile, needed, tiles
 from commgrid.errors import ShapeError
 
@@ -60,46 +60,6 @@ def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) 
             )
         )
     return tuple(steps)
-
-
-@dataclass(frozen=True)
-class Gathering:
-    """Plan of an all-gather of the keys that each rank attends.
-
-    Args:
-        everything: whether each rank gets all keys.
-        send: for each rank of the group, the rows of this rank's keys that go there; its own too.
-        receive: how many rows come from each.
-        order: of the rows that came, by position.
-        tiles: where this rank's queries attend them, once in order.
-    """
-
-    everything: bool
-    send: tuple[Ranges, ...]
-    receive: tuple[int, ...]
-    order: Ranges
-    tiles: tuple[Tile, ...]
-
-
-def gathering(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -> Gathering:
-    """The plan of one rank.
-
-    Example:
-        >>> found = gathering((((0, 4),), ((4, 8),)), (0, 8), 1, Mask())
-        >>> found.send, found.receive
-        (((), ((0, 4),)), (4, 4))
-    """
-    own = ranges[rank]
-    everything = not mask.causal and len(documents) == 2 and all(ranges)
-    given = [needed(queries, own, documents, mask) for queries in ranges]
-    got = [needed(own, keys, documents, mask) for keys in ranges]
-    return Gathering(
-        everything,
-        tuple(runs_of(one, own) for one in given),
-        tuple(map(count, got)),
-        sorting_runs(got),
-        tiles(own, union(one for keys in got for one in keys), documents, mask),
-    )
 
 
 @dataclass(frozen=True)

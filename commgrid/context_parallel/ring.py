@@ -1,13 +1,14 @@
-"""Ring attention: in step i each rank's queries meet the keys of the rank i before it.
+"""Ring and all-gather: in step i each rank's queries meet the keys of the rank i before it.
 
     4 ranks          step 0   step 1   step 2   step 3
     rank 0 has       0        3        2        1         keys and values of these ranks
     rank 1 has       1        0        3        2
 
-While a step is computed, the next one's keys and values travel, so a rank holds those of two ranks
-beside its own, for any number of ranks. Backward they come again, and the gradients of a step's
-keys and values return to their owner during the next step, where they are added up
-(arXiv 2310.01889).
+In a ring the next step's keys and values travel while a step is computed, so a rank holds those of
+two ranks beside its own, for any number of ranks. Backward they come again, and the gradients of a
+step's keys and values return to their owner during the next step, where they are added up
+(arXiv 2310.01889). An all-gather is the same with the messages of all steps started at once, so
+that a rank holds all keys that it attends.
 
 In step i a rank sends the keys that the rank i after it attends straight to that rank: half of a
 zig-zag, or nothing if the two share no document. Passing keys from neighbour to neighbour takes as
@@ -18,6 +19,7 @@ gradients of each.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,22 +30,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.first_order import first_order
-from commgrid.context_parallel.agreement import names_peers
+from commgrid.context_parallel.agreement import named_peers, names_peers
 from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernels import wide
 from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import count
-from commgrid.context_parallel.sharding import add_runs, take_runs
-from commgrid.runtime.named_failures import GoneError
-from commgrid.store.search import first_line
+from commgrid.context_parallel.sharding import take_runs
 from commgrid.torch_compat.messages import start_transfers
-from commgrid.torch_compat.peer_errors import is_peer_failure
 
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, *, steps: Sequence[Step], group: ProcessGroup | None,
-    scale: float,
+    scale: float, ahead: int = 1,
 ) -> Tensor:  # fmt: skip
     """Attention of this rank's queries over the sequence.
 
@@ -53,8 +52,10 @@ def ring_attention(
         steps: of `ring_steps`.
         group: None: there is but one step.
         scale: of the products of queries and keys.
+        ahead: number of steps whose keys travel at once: 1 in a ring, all in an all-gather.
     """
-    made: Tensor = _Ring.apply(q, k, v, tuple(steps), group, scale)  # type: ignore[no-untyped-call]
+    options = tuple(steps), group, scale, ahead
+    made: Tensor = _Ring.apply(q, k, v, *options)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -62,19 +63,15 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, steps: tuple[Step, ...],
-        group: ProcessGroup | None, scale: float,
+        group: ProcessGroup | None, scale: float, ahead: int,
     ) -> Tensor:  # fmt: skip
-        ctx.steps, ctx.group, ctx.scale = steps, group, scale
-        links = RingLinks(group, steps)
-        keys = _Keys(k, v, links)
+        ctx.steps, ctx.group, ctx.scale, ctx.ahead = steps, group, scale, ahead
+        keys = _Keys(k, v, RingLinks(group, steps), ahead)
         found = OnlineSoftmax(q, scale)
-        coming = keys.start(1)
         found.add(k, v, steps[0].tiles)
-        for i, step in enumerate(steps[1:], 1):
-            arrived = coming.wait()
-            coming = keys.start(i + 1)
-            found.add(*unpack(arrived), step.tiles)
-        coming.wait()
+        for step in steps[1:]:
+            arrived = keys.next()
+            found.add(arrived[0], arrived[1], step.tiles)
         out, lse = found.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -86,68 +83,60 @@ class _Ring(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         steps: tuple[Step, ...] = ctx.steps
         links = RingLinks(ctx.group, steps)
-        keys = _Keys(k, v, links)
+        keys = _Keys(k, v, links, ctx.ahead)
         found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
         dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
-        coming = keys.start(1)
         found.add(k, v, steps[0].tiles, dk, dv)
         returning = Coming(k.new_empty(0))
         for i, step in enumerate(steps[1:], 1):
-            arrived = coming.wait()
-            coming = keys.start(i + 1)
+            arrived = keys.next()
             theirs = torch.zeros_like(arrived, dtype=wide(k.dtype))
-            found.add(*unpack(arrived), step.tiles, *unpack(theirs))
+            found.add(arrived[0], arrived[1], step.tiles, theirs[0], theirs[1])
             if i > 1:
                 _give(returning.wait(), steps[i - 1].send, dk, dv)
-            rows = k.new_empty(count(step.send), *theirs.shape[1:])
-            returning = links.start(
-                f"gradients of step {i}", theirs.to(k.dtype), step.source, rows, step.target
-            )
-        coming.wait()
+            rows = k.new_empty(*theirs.shape[:3], count(step.send), theirs.shape[4])
+            returning = links.start(theirs.to(k.dtype), step.source, rows, step.target)
         if len(steps) > 1:
             _give(returning.wait(), steps[-1].send, dk, dv)
         dq, dk, dv = found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
-        return dq, dk, dv, None, None, None
-
-
-def pack(k: Tensor, v: Tensor) -> Tensor:
-    """(batch, kv_heads, positions, head_size) twice, as (positions, 2, batch, kv_heads, head_size),
-    so that ranges of positions are contiguous."""
-    return torch.stack([k.permute(2, 0, 1, 3), v.permute(2, 0, 1, 3)], 1)
-
-
-def unpack(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """What was packed, as views."""
-    k, v = rows.permute(1, 2, 3, 0, 4).unbind()
-    return k, v
+        return dq, dk, dv, None, None, None, None
 
 
 def _give(rows: Tensor, runs: Ranges, dk: Tensor, dv: Tensor) -> None:
     """Adds gradients that have returned to those of this rank's keys."""
-    add_runs(dk.permute(2, 0, 1, 3), runs, rows[:, 0])
-    add_runs(dv.permute(2, 0, 1, 3), runs, rows[:, 1])
+    at = 0
+    for start, stop in runs:
+        part = rows.narrow(3, at, stop - start)
+        dk[:, :, start:stop] += part[0]
+        dv[:, :, start:stop] += part[1]
+        at += stop - start
 
 
 class _Keys:
-    """This rank's keys and values, and what it gets of the others', step by step."""
+    """Keys and values of the other ranks, (2, batch, kv_heads, positions, head_size), by step.
 
-    def __init__(self, k: Tensor, v: Tensor, links: RingLinks) -> None:
+    A head's positions lie one after the other, which kernels on the CPU take less time for.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, links: RingLinks, ahead: int) -> None:
         self.links = links
-        self.rows = pack(k, v) if len(links.steps) > 1 else k.new_empty(0)
+        self.rows = torch.stack([k, v]) if len(links.steps) > 1 else k.new_empty(0)
+        self.coming = deque(self._start(i) for i in range(1, len(links.steps))[:ahead])
+        self.last = len(self.coming)
 
-    def start(self, number: int) -> Coming:
-        """Starts the messages of a step, or none if there is none."""
-        if number >= len(self.links.steps):
-            return Coming(self.rows)
+    def next(self) -> Tensor:
+        """Waits for the next step's; those of a later step set out."""
+        arrived = self.coming.popleft().wait()
+        self.last += 1
+        if self.last < len(self.links.steps):
+            self.coming.append(self._start(self.last))
+        return arrived
+
+    def _start(self, number: int) -> Coming:
         step = self.links.steps[number]
-        sent = take_runs(self.rows, step.send)
-        rows = self.rows.new_empty(step.receive, *self.rows.shape[1:])
-        return self.links.start(f"keys of step {number}", sent, step.target, rows, step.source)
-
-
-def _explained(error: RuntimeError, what: str) -> RuntimeError:
-    """The error to raise for one of torch's, which may be another rank's."""
-    return GoneError(f"{what}: {first_line(error)}") if is_peer_failure(error) else error
+        sent = take_runs(self.rows, step.send, 3)
+        rows = sent.new_empty(*self.rows.shape[:3], step.receive, self.rows.shape[4])
+        return self.links.start(sent, step.target, rows, step.source)
 
 
 @dataclass
@@ -157,14 +146,17 @@ class Coming:
     Args:
         rows: what it fills.
         sent: kept until it has left.
+        group: whose ranks they travel between.
         works: torch's handles.
-        what: for the error.
+        peers: group rank that each message goes to or comes from; a backend may have one handle
+            for all of them.
     """
 
     rows: Tensor
     sent: Tensor | None = None
+    group: ProcessGroup | None = None
     works: Sequence[dist.Work] = ()
-    what: str = ""
+    peers: Sequence[int] = ()
 
     def wait(self) -> Tensor:
         """The rows received, once they are here and the sent ones have left.
@@ -172,11 +164,10 @@ class Coming:
         Raises:
             GoneError: a rank that it is awaited from or sent to is gone, or does not answer.
         """
-        try:
-            for work in self.works:
+        one_each = len(self.works) == len(self.peers)
+        for number, work in enumerate(self.works):
+            with named_peers(self.group, [self.peers[number]] if one_each else self.peers):
                 work.wait()
-        except RuntimeError as error:
-            raise _explained(error, self.what) from error
         self.sent, self.works = None, ()
         return self.rows
 
@@ -187,20 +178,12 @@ class RingLinks:
     def __init__(self, group: ProcessGroup | None, steps: Sequence[Step]) -> None:
         self.group, self.steps = group, steps
 
-    def start(self, what: str, sent: Tensor, to: int, rows: Tensor, source: int) -> Coming:
+    def start(self, sent: Tensor, to: int, rows: Tensor, source: int) -> Coming:
         """Starts to send a tensor to one rank and to fill another from one."""
         assert self.group is not None  # of more than one step
-        ranks = dist.get_process_group_ranks(self.group)
-        about = (
-            f"rank {ranks[source]} or rank {ranks[to]} is gone or does not answer: rank "
-            f"{dist.get_rank()} waited in ring attention over group {self.group.group_desc!r} for "
-            f"the {what} from the one and gave the other its own"
-        )
-        sent = sent.contiguous()
-        works = start_transfers(
-            self.group,
-            [(sent, to)] if sent.numel() else [],
-            [(rows, source)] if rows.numel() else [],
-            lambda error, _: _explained(error, about),
-        )
-        return Coming(rows, sent, works, about)
+        sends = [(sent.contiguous(), to)] if sent.numel() else []
+        recvs = [(rows, source)] if rows.numel() else []
+        peers = [peer for _, peer in (*sends, *recvs)]
+        with named_peers(self.group, peers):
+            works = start_transfers(self.group, sends, recvs, lambda error, _: error)
+        return Coming(rows, sends[0][0] if sends else None, self.group, works, peers)

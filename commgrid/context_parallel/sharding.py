@@ -367,14 +367,6 @@ def take_runs(tensor: Tensor, runs: Ranges, dim: int = 0) -> Tensor:
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
 
 
-def add_runs(tensor: Tensor, runs: Ranges, rows: Tensor) -> None:
-    """Add rows to the ones that `take_runs` would take, along dim 0."""
-    at = 0
-    for start, stop in runs:
-        tensor[start:stop] += rows[at : at + stop - start]
-        at += stop - start
-
-
 # -- checks -------------------------------------------------------------------------------
 
 

@@ -17,7 +17,6 @@ from commgrid.context_parallel import SequenceSharding, kernels, online_softmax
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import ring_steps
-from commgrid.context_parallel.ring import pack, unpack
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.context_parallel.tiles import Tile, tiles
 from commgrid.context_parallel.varlen import varlen_calls
@@ -126,9 +125,9 @@ def ring_on_one_process(case: Case) -> list[Tensor]:
         met = []
         for i, step in enumerate(steps):
             theirs = shards[step.source]
-            rows = pack(theirs[1], theirs[2])
-            runs = plans[step.source][i].send if i else ((0, len(rows)),)
-            met.append((unpack(take_runs(rows, runs)), runs, step))
+            rows = torch.stack([theirs[1], theirs[2]])
+            runs = plans[step.source][i].send if i else ((0, rows.shape[3]),)
+            met.append((take_runs(rows, runs, 3).unbind(), runs, step))
         partial = OnlineSoftmax(mine[0], scale)
         for keys, _, step in met:
             partial.add(*keys, step.tiles)
