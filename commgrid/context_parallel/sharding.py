@@ -230,7 +230,8 @@ class SequenceSharding:
 
         Args:
             batch: a tensor whose `dim` is the sequence; or a mapping of such tensors, such as
-                tokens, labels and loss mask, in which None stays None.
+                tokens, labels and loss mask, in which None stays None. The same on all ranks of the
+                group: in its first steps a GradientReducer compares those without a gradient.
             rank: whose; None: this one's, in `group`.
             dim: the sequence's.
             group, grid: looked at where `rank` is None.
@@ -242,15 +243,17 @@ class SequenceSharding:
             ShapeError: a tensor whose `dim` has not the sharding's length, or a group of another
                 number of ranks.
         """
-        rank = self._own_rank(group, grid) if rank is None else rank
+        members = self._members(group, grid) if rank is None else None
         if isinstance(batch, Mapping):
             return {
-                name: None if one is None else self._shard(one, rank, dim, f"{name!r}")
+                name: None if one is None else self._shard(one, rank, members, dim, f"{name!r}")
                 for name, one in batch.items()
             }
-        return self._shard(batch, rank, dim, "a tensor")
+        return self._shard(batch, rank, members, dim, "a tensor")
 
-    def _shard(self, tensor: Tensor, rank: int, dim: int, what: str) -> Tensor:
+    def _shard(
+        self, tensor: Tensor, rank: int | None, members: ProcessGroup | None, dim: int, what: str
+    ) -> Tensor:
         if not hasattr(tensor, "narrow"):
             raise ShapeError(
                 f"{what} is of type {type(tensor).__name__}: expected a tensor, or None; leave "
@@ -261,6 +264,12 @@ class SequenceSharding:
                 f"{what} of shape {tuple(tensor.shape)} has not the {self.length} positions of "
                 f"this sharding in dim {dim}"
             )
+        if members is not None:
+            from commgrid.equality.inputs import note_batch
+
+            note_batch(what, tensor, members)
+            rank = members.rank()
+        assert rank is not None
         return take_runs(tensor, self.ranges[rank], dim)
 
     def unshard(
@@ -323,13 +332,13 @@ class SequenceSharding:
             f"{members.size()}"
         )
 
-    def _own_rank(self, group: str | ProcessGroup, grid: HyperCommGrid | None) -> int:
+    def _members(self, group: str | ProcessGroup, grid: HyperCommGrid | None) -> ProcessGroup:
         from commgrid.collectives import resolve
 
         members = resolve(group, grid)
         if complaint := self._group_complaint(members):
             raise ShapeError(complaint)
-        return members.rank()
+        return members
 
     # -- levels ---------------------------------------------------------------------------
 

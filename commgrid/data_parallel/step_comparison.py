@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,12 +31,13 @@ from torch.optim import Optimizer
 
 from commgrid.collectives.group_ref import described, name_of
 from commgrid.collectives.objects import gathered
+from commgrid.collectives.plain import all_reduce
 from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.scaling import Held, Scaling
 from commgrid.data_parallel.slot import KeptGradient, Slot
 from commgrid.equality.comparison import Fact, compare, ends_of, first_place
-from commgrid.equality.digest import digest
+from commgrid.equality.digest import device_for, digest
 from commgrid.equality.inputs import InputRecord
 from commgrid.errors import CommGridError, GridMismatchError
 from commgrid.layout.rank_text import describe_ranks
@@ -77,7 +79,8 @@ class StepComparison:
         self._input_groups = list(dict.fromkeys(layers))
         lines = groups.along(sorted(groups.used - groups.data_axes))
         self._lines = [*lines, *([stages] if stages is not None else [])]
-        self._everyone = [group for group in (groups.stage(), stages) if group is not None]
+        self._grid, self._stage = groups.grid, groups.stage()
+        self._everyone = [group for group in (self._stage, stages) if group is not None]
         self._stages = stages
         self._copies: dict[ProcessGroup, list[GradientPart]] = {}
         for piece in pieces:
@@ -181,6 +184,8 @@ class StepComparison:
         yield from self._facts_of_edits()
         for group in self._input_groups:
             yield from self._inputs.facts(group)
+        for group in self._sharded_over():
+            yield self._inputs.fact_of_batches(group)
         for group, pieces in self._copies.items():
             yield from self._facts_of_copies(group, pieces, held)
         for group, slots in self._partial_groups():
@@ -194,6 +199,20 @@ class StepComparison:
             yield Fact(group, _fp64([number for number, _ in found]), error)
         for group in self._lines:
             yield Fact(group, _fp64([divisor]), partial(_other_counts, group), _other_divisor)
+
+    def _sharded_over(self) -> Iterator[ProcessGroup]:
+        """The groups over which any rank has sharded a batch, by the grid's names; collective."""
+        if self._stage is None:
+            return
+        own: dict[str, ProcessGroup] = {}
+        names = self._grid.group_names
+        for name in names:
+            with suppress(CommGridError):  # this rank is not in it, or it is suspended
+                own[name] = self._grid.get_group(name)
+        noted = [name in own and self._inputs.has_batches(own[name]) for name in names]
+        mine = torch.tensor(noted, device=device_for(self._stage)).long()
+        found = zip(names, all_reduce(mine, self._stage, op="max").tolist(), strict=True)
+        yield from dict.fromkeys(own[name] for name, noted in found if noted and name in own)
 
     def _facts_of_copies(
         self, group: ProcessGroup, pieces: Sequence[GradientPart], held: Held

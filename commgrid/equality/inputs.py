@@ -1,8 +1,9 @@
 """Inputs of layers that must be equal on all ranks of a group, such as tokens along tp.
 
-Tensor-parallel layers give each rank a part of the work on one input. With different inputs, the
-result mixes them but is the same on all ranks, so that no later check notices. The layers note
-their inputs here in the steps in which a GradientReducer compares them.
+Tensor-parallel layers give each rank a part of the work on one input, and context parallelism a
+part of one batch. With different inputs, the result mixes them but is the same on all ranks, so
+that no later check notices. Layers and shardings note their inputs here in the steps in which a
+GradientReducer compares them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -31,12 +33,17 @@ Note = tuple[str, Tensor]
 """An input's name, and (3,) numbers in fp64: the tolerance, and two that depend on its values."""
 
 
+Where = tuple[ProcessGroup, bool]
+"""The group whose ranks have an input, and whether it is a batch, of which each takes a part."""
+
+
 class InputRecord:
-    """The inputs noted since the last `facts`, by group, while it is open."""
+    """The inputs noted since they were last compared, by group, while it is open."""
 
     def __init__(self) -> None:
-        self._notes: dict[ProcessGroup, list[Note]] = {}
-        self._counts: dict[ProcessGroup, int] = {}
+        self._notes: dict[Where, list[Note]] = {}
+        self._counts: dict[Where, int] = {}
+        self._not_compared: set[ProcessGroup] = set()  # over which ranks shard unequally often
         self.open()
 
     def open(self) -> None:
@@ -49,25 +56,50 @@ class InputRecord:
         self._notes.clear()
         self._counts.clear()
 
-    def is_full(self, group: ProcessGroup) -> bool:
+    def is_full(self, where: Where) -> bool:
         """Whether a group has `KEPT` notes, so that further ones are only counted."""
-        return len(self._notes.get(group, ())) == KEPT
+        return len(self._notes.get(where, ())) == KEPT
 
-    def add(self, group: ProcessGroup, note: Note | None) -> None:
+    def add(self, where: Where, note: Note | None) -> None:
         """Count an input of a group, and keep its note; None: it is full."""
-        if note is not None and not self.is_full(group):
-            self._notes.setdefault(group, []).append(note)
-        self._counts[group] = self._counts.get(group, 0) + 1
+        if note is not None and not self.is_full(where):
+            self._notes.setdefault(where, []).append(note)
+        self._counts[where] = self._counts.get(where, 0) + 1
 
     def facts(self, group: ProcessGroup) -> Iterator[Fact]:
-        """The number of a group's inputs, and their values, as facts; then forget them."""
-        notes, count = self._notes.pop(group, []), self._counts.pop(group, 0)
+        """The number of inputs of a group's layers, and their values, as facts; forgets them."""
+        names, values, count = self._take((group, False))
         yield Fact(group, torch.tensor([count], dtype=torch.float64), partial(_other_calls, group))
+        yield Fact(group, values, partial(_other_values, group, names), _first_input)
+
+    def has_batches(self, group: ProcessGroup) -> bool:
+        """Whether this rank has noted a batch of a group that is compared."""
+        return (group, True) in self._counts and group not in self._not_compared
+
+    def fact_of_batches(self, group: ProcessGroup) -> Fact:
+        """The batches that a group's ranks have sharded, as a fact; forgets them.
+
+        A rank may shard one alone, as to print it: from then on it is not known which of its
+        batches is which of the others', and none is compared.
+        """
+        names, values, count = self._take((group, True))
+        head = torch.tensor([count, crc32("; ".join(names).encode())], dtype=torch.float64)
+
+        def differs(largest: Tensor, smallest: Tensor) -> int | None:
+            if not torch.equal(largest[:2], smallest[:2]):
+                self._not_compared.add(group)
+                return None
+            return _first_input(largest[2:], smallest[2:])
+
+        return Fact(group, torch.cat([head, values]), partial(_other_batch, group, names), differs)
+
+    def _take(self, where: Where) -> tuple[list[str], Tensor, int]:
+        """Names and numbers, (3 · KEPT,), of the first notes, and the count of all."""
+        notes, count = self._notes.pop(where, []), self._counts.pop(where, 0)
         values = torch.full((KEPT, 3), torch.nan, dtype=torch.float64)
         for row, (_, numbers) in enumerate(notes):
             values[row] = torch.where(numbers.isfinite(), numbers, torch.nan)
-        names = [what for what, _ in notes]
-        yield Fact(group, values.view(-1), partial(_other_values, group, names), _first_input)
+        return [what for what, _ in notes], values.view(-1), count
 
 
 def _first_input(largest: Tensor, smallest: Tensor) -> int | None:
@@ -101,20 +133,51 @@ def _other_values(
     )
 
 
+def _other_batch(
+    group: ProcessGroup, names: Sequence[str], place: int, _: Mapping[int, list[float]]
+) -> GridMismatchError:
+    return GridMismatchError(
+        f"the ranks of {described(group)} have sharded different values of {names[place]}, and "
+        "each takes a part of one sequence; give all of them the same batch: seed data loaders by "
+        "grid.get_local_rank('dp'), or broadcast each batch over the group; draw noise of a batch "
+        "with one seed along the group"
+    )
+
+
 _RECORDS: weakref.WeakSet[InputRecord] = weakref.WeakSet()
 
 
-@torch.no_grad()
 def note(what: str, tensor: Tensor, group: GroupRef) -> None:
-    """Note an input that must be equal on all ranks of a group, if any InputRecord is open."""
-    if not _RECORDS or group.size == 1 or torch.compiler.is_compiling():
+    """Note a layer's input, equal on all ranks of a group, if any InputRecord is open."""
+    if _RECORDS and group.size > 1:
+        _note(what, tensor, (group.group, False))
+
+
+def note_batch(what: str, tensor: Tensor, group: ProcessGroup) -> None:
+    """Note a batch of which each rank of a group takes a part, if any InputRecord is open.
+
+    Activations are left out: each rank may have its own dropout on the part that it takes.
+    """
+    activation = tensor.requires_grad or not (torch.is_grad_enabled() or _is_exact(tensor))
+    if _RECORDS and group.size() > 1 and type(tensor) is Tensor and not activation:
+        _note(what, tensor, (group, True))
+
+
+@torch.no_grad()
+def _note(what: str, tensor: Tensor, where: Where) -> None:
+    if torch.compiler.is_compiling() or tensor.is_meta:
         return
-    if tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
         return
-    full = all(record.is_full(group.group) for record in _RECORDS)
+    full = all(record.is_full(where) for record in _RECORDS)
     noted = None if full else (what, fingerprint(tensor))
     for record in _RECORDS:
-        record.add(group.group, noted)
+        record.add(where, noted)
+
+
+def _is_exact(tensor: Tensor) -> bool:
+    """Whether it has whole numbers or booleans."""
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
@@ -124,7 +187,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     [-1, 1) for each position.
     """
     flat = tensor.detach().reshape(-1)
-    if not (flat.is_floating_point() or flat.is_complex()):
+    if _is_exact(flat):
         exact = (digest(flat.long()) & _MANTISSA).double()
         return torch.stack([torch.zeros_like(exact), torch.zeros_like(exact), exact]).cpu()
     half = flat.dtype in (torch.bfloat16, torch.float16)
