@@ -74,7 +74,7 @@ FILLED_IN = {
         "no rank that is left has all of … in memory, and …; start again",
         "no rank has a state in memory of grid … (checkpoint.keep keeps some), and …; start again",
     ],
-    "GridMismatchError: …": ["rank … has scaled its gradients by … after finish(), and rank …"],
+    "GridMismatchError: …": ["the ranks of … have sharded different values of …"],
     "CommGridError: …: …": ["…: …"],
     "PeerFailedError: …": ["rank … is gone: its process has ended"],
 }
