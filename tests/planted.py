@@ -278,9 +278,9 @@ MUTANTS = (
     ),
     Mutant(
         "a step begins with the gradient of the step before",
-        "commgrid/data_parallel/accumulation.py",
-        "        if is_used or isinstance(parameter.grad, KeptGradient):\n"
-        "            parameter.grad = None\n",
+        "commgrid/data_parallel/slot.py",
+        "            if is_used or isinstance(gradient, KeptGradient):\n"
+        "                parameter.grad = None\n",
         "",
         ("tests/data_parallel/test_step_states.py::test_two_optimizers_share_a_model",),
     ),
@@ -308,7 +308,7 @@ MUTANTS = (
     ),
     Mutant(
         "the buffer of a parameter without gradient keeps the step before",
-        "commgrid/data_parallel/accumulation.py",
+        "commgrid/data_parallel/bucket.py",
         "torch._foreach_zero_(absent)",
         "pass",
         (

@@ -36,7 +36,7 @@ from commgrid.audit.records import (
 )
 from commgrid.audit.reductions import ReductionListener
 from commgrid.data_parallel.reducer import GradientReducer
-from commgrid.data_parallel.slot import KeptGradient, owner_of
+from commgrid.data_parallel.slot import KeptGradient, State, slot_of
 from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError
 from commgrid.pipeline import Pipeline
@@ -180,9 +180,9 @@ class Observer:
         for each, boxes in first_weights(self._beginning, held):
             for (_, mine), theirs in boxes:
                 mine.copy_(theirs)
-            owner = owner_of(each.parameter)
-            if owner is not None and owner.reducer is not None:
-                owner.reducer.weights_loaded()
+            slot = slot_of(each.parameter)
+            if slot is not None and slot.reducer is not None:
+                slot.reducer.weights_loaded()
 
     def _inside(self) -> str:
         """The module whose forward is under way."""
@@ -198,14 +198,13 @@ class Observer:
             if id(parameter) not in self._before:
                 self.record.arrived.append(str(id(parameter)))
                 self._reductions.arrived(str(id(parameter)))
-            owner = owner_of(parameter)
-            slot = owner.slot if owner is not None else None
+            slot = slot_of(parameter)
             total = _local(gradient, parameter)
             # Megatron-core's, or of a layer that fuses its gradient.
             earlier: Any = getattr(parameter, "main_grad", None)
             if getattr(parameter, "grad_added_to_main_grad", False):
                 total, earlier = earlier.detach(), None  # what such a layer returns means nothing
-            elif earlier is None and (slot is None or not slot.stepped):
+            elif earlier is None and (slot is None or slot.state is not State.USED):
                 earlier = parameter.grad
             if total is not None and type(earlier) in (Tensor, DTensor):
                 earlier = _local(earlier, parameter)
@@ -268,8 +267,7 @@ class Observer:
             return
         chunks = held.chunks(local, start, stop)
         self.record.after[held.name] = thinned(chunks, held.shape)
-        owner = owner_of(held.parameter)
-        slot = owner.slot if owner is not None else None
+        slot = slot_of(held.parameter)
         memory = getattr(held.parameter, "main_grad", local if slot is None else slot.view)
         self.record.reduced[held.name] = self._reductions.over(memory)
 
@@ -282,8 +280,8 @@ class Observer:
             main = getattr(parameter, "main_param", None)
             if isinstance(main, Tensor) and main.numel() == parameter.numel():
                 found[id(main)] = held, 0, None
-            owner = owner_of(parameter)
-            reducer = owner.reducer if owner is not None else None
+            slot = slot_of(parameter)
+            reducer = slot.reducer if slot is not None else None
             if isinstance(reducer, GradientReducer) and reducer.optimizer is not None:
                 for piece, tensor, _ in reducer.optimizer.parts():
                     its = self._held.get(id(piece.slot.parameter))

@@ -13,7 +13,7 @@ gradients, each rank keeps one of n equal parts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import Pending
-from commgrid.data_parallel.slot import Slot
+from commgrid.data_parallel.slot import Slot, State
 from commgrid.parameters import Placement
 
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
@@ -49,19 +49,57 @@ class Bucket:
     shared: ProcessGroup | None
     gradient: Tensor
     own: slice
-    missing: set[int] = field(default_factory=set)
+    missing: set[Slot] = field(default_factory=set)
     launched: bool = False
     pending: Pending | None = None
 
     def __post_init__(self) -> None:
         for slot in self.slots:
             slot.view = slot.of(self.gradient)
-        self.missing = set(range(len(self.slots)))
+        self.missing = set(self.slots)
 
     @property
     def prescale(self) -> int:
         """The divisor before a sum, without which fp16 overflows at 65,504; else 1."""
         return self.group.size() if self.gradient.dtype == torch.float16 else 1
+
+    @torch.no_grad()
+    def fill(self) -> None:
+        """Copies every gradient here, and zeros where this rank has none."""
+        absent = [slot.view for slot in self.slots if not slot.send()]
+        if absent:
+            torch._foreach_zero_(absent)
+        if self.prescale > 1:
+            self.gradient.div_(self.prescale)
+
+    def hide(self) -> None:
+        """Puts placeholders where its collective sums a gradient."""
+        for slot in self.slots:
+            if slot.state is State.SENT:
+                slot.parameter.grad = slot.placeholder
+
+    @torch.no_grad()
+    def hand_out(self, used: Container[Slot], *, skips: bool, shard: bool, exact: bool) -> None:
+        """Sets `.grad` to each view, or to a copy of the dtype that optimizers expect.
+
+        Args:
+            used: the parameters that any rank has used.
+            skips: whether this step has no gradients.
+            shard: whether this rank has a part of each sum only.
+            exact: whether gradients keep the bucket's dtype.
+        """
+        dtype, copies = self.slots[0].parameter.dtype, self.gradient
+        if not shard and not exact:
+            copies = self.gradient.to(dtype)
+        for slot in self.slots:
+            if skips or slot not in used:
+                if skips or not slot.keep():
+                    slot.hand_out(None)
+            elif shard:
+                slot.placeholder.is_zeroed = False
+                slot.hand_out(slot.placeholder)
+            else:
+                slot.hand_out(slot.view if copies is self.gradient else slot.of(copies))
 
     def wait(self) -> None:
         """Returns when its collective, if one is under way, has ended."""

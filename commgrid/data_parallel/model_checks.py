@@ -22,7 +22,7 @@ from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.bucket import Lane
 from commgrid.data_parallel.groups import ReductionGroups
-from commgrid.data_parallel.slot import Slot
+from commgrid.data_parallel.slot import Slot, State
 from commgrid.equality.digest import device_for, digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
@@ -31,18 +31,28 @@ from commgrid.replicas import Copy, differing
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat.world import FAKE
 
+_FUSING = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+"""Attributes of megatron-core's and Transformer Engine's layers that add to `weight.main_grad`."""
+
 
 def check_own(model: nn.Module, grid: HyperCommGrid) -> None:
-    """Refuses parameters that look whole and were sliced by another library.
+    """Refuses parameters that look whole and were sliced by another library, or bypass autograd.
 
     Raises:
         SpecError: names the parameter and the library.
     """
     for prefix, module in model.named_modules():
+        fuses = [flag for flag in _FUSING if getattr(module, flag, False) is True]
         for key, parameter in module.named_parameters(recurse=False):
+            name = f"{prefix}.{key}" if prefix else key
+            if fuses and parameter.requires_grad:
+                raise SpecError(
+                    f"{name} of shape {tuple(parameter.shape)} is of a layer with {fuses[0]}=True, "
+                    "which adds gradients to main_grad, where no GradientReducer looks; build the "
+                    f"layer with {fuses[0]}=False"
+                )
             told = foreign_slice(module, parameter, grid)
             if told is not None:
-                name = f"{prefix}.{key}" if prefix else key
                 raise SpecError(
                     f"{name} of shape {tuple(parameter.shape)} {told.what}; a GradientReducer "
                     "would take the slices for copies of one parameter; use commgrid's layers, or "
@@ -154,20 +164,38 @@ def _options_of(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:
-    """The error if the model no longer trains the parameters that the buckets were made for."""
-    now = {id(p): p for p in model.parameters() if p.requires_grad}
+    """The error if the model trains other parameters than the buckets were made for.
+
+    Some of these may be frozen: they have no gradient meanwhile.
+    """
+    now = {id(p): p for p in model.parameters()}
     for slot in slots:
         parameter = now.pop(id(slot.parameter), None)
         if parameter is None or slot.kind != (parameter.dtype, parameter.device):
             return CommGridError(
-                f"{slot.placement} was moved, replaced or frozen after its GradientReducer was "
-                "made; close() that and make a new one, once the model is as it stays"
+                f"{slot.placement} was moved or replaced after its GradientReducer was made; "
+                "close() that and make a new one, once the model is as it stays"
             )
     for parameter in now.values():
-        return CommGridError(
-            f"a parameter of shape {tuple(parameter.shape)} was added or unfrozen after the "
-            "GradientReducer was made; close() that and make a new one"
-        )
+        if parameter.requires_grad:
+            return CommGridError(
+                f"a parameter of shape {tuple(parameter.shape)} was added or unfrozen after its "
+                "GradientReducer was made; make that with frozen=True, which takes parameters "
+                "that are unfrozen later, with the state of their optimizer, or close() it and "
+                "make a new one"
+            )
+    return None
+
+
+def changed_after_sending(slots: Iterable[Slot]) -> CommGridError | None:
+    """The error for a `.grad` that was replaced while its sum was under way."""
+    for slot in slots:
+        if slot.state in (State.SENT, State.ABSENT) and not slot.is_as_sent:
+            return CommGridError(
+                f".grad of {slot.placement} was set after backward had begun to sum it "
+                "with other ranks', and before finish(); change gradients after finish(), "
+                "and give a step up with the reducer's zero_grad()"
+            )
     return None
 
 

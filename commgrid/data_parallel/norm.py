@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.objects import gathered
-from commgrid.data_parallel.slot import KeptGradient, owner_of
+from commgrid.data_parallel.slot import KeptGradient, slot_of
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.parameters import placements
 from commgrid.parameters.layout import axes_in_use, num_distinct
@@ -133,7 +133,7 @@ def reduce_partial_gradients(model: nn.Module) -> None:
         partial, gradient = placement.partial, placement.parameter.grad
         if partial is None or partial.size == 1 or gradient is None:
             continue
-        if owner_of(placement.parameter) is not None:
+        if slot_of(placement.parameter) is not None:
             raise CommGridError(
                 f"{placement}: its GradientReducer has added it up over {partial} already"
             )

@@ -145,8 +145,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._is_made:
             raise SpecError(
                 "a ShardedOptimizer's groups are given when it is made, groups=[…]: the buffers of "
-                "its reducer hold the parameters that were trained then. After unfreezing or "
-                "adding some, close the reducer and make both anew"
+                "its reducer hold the parameters of then; GradientReducer(frozen=True) takes those "
+                "too that are unfrozen later. After adding some, close it and make both anew"
             )
         super().add_param_group(param_group)
 

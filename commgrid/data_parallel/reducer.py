@@ -1,7 +1,7 @@
 """GradientReducer: averages gradients over data-parallel ranks, overlapped with backward.
 
-Each parameter's `.grad` is a view of a flat bucket (`accumulation`). When the last gradient of a
-bucket has arrived, its collective starts (`overlap`), while backward continues:
+Each parameter's `.grad` is a view of a flat bucket (`slot`). When the last gradient of a bucket has
+arrived, its collective starts (`reduction`), while backward continues:
 
 | parameter | summed over | by default |
 |---|---|---|
@@ -11,10 +11,6 @@ bucket has arrived, its collective starts (`overlap`), while backward continues:
 | with copies on other stages, as tied embeddings | their group, then as above | `embedding`, `dp_cp` |
 
 The sum is then divided by the size of `group`, or by the sum of the counts given to `finish`.
-
-Layers that add a weight's gradient to `weight.main_grad` themselves (Megatron-core's gradient
-accumulation fusion, Transformer Engine) find the bucket's view there, zero between steps, set
-`grad_added_to_main_grad` and return a dummy, which is dropped.
 
 On CUDA, reductions run in parallel with backward on the stream of their communicator. They start
 late if all streams share few hardware queues: CUDA_DEVICE_MAX_CONNECTIONS=1, which Megatron's
@@ -26,7 +22,7 @@ kernels precede backward's kernels that wait for a free multiprocessor.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,24 +31,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from commgrid.data_parallel.accumulation import (
-    attach,
-    changed_after_sending,
-    hand_out,
-    hand_out_bucket,
-    is_capturing,
-    is_unreduced,
-    release,
-    set_up_fused,
-    take_in,
-)
-from commgrid.data_parallel.bucket import Bucket, GradientPart, make_lanes, pieces_of
+from commgrid.data_parallel.bucket import GradientPart, make_lanes, pieces_of
 from commgrid.data_parallel.gathers import Updater
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.model_checks import (
     broadcast_statistics,
     broadcast_values,
     changed,
+    changed_after_sending,
     check_grid,
     check_lanes,
     check_own,
@@ -62,7 +48,7 @@ from commgrid.data_parallel.model_checks import (
 )
 from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
 from commgrid.data_parallel.reduction import Reductions
-from commgrid.data_parallel.slot import Owner, Slot, owner_of
+from commgrid.data_parallel.slot import KeptGradient, Slot, is_capturing, slot_of
 from commgrid.data_parallel.step_checks import STEP_HOOKS
 from commgrid.data_parallel.step_comparison import StepComparison
 from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_not_told
@@ -76,10 +62,14 @@ ParameterGroup = Iterable[Tensor] | Mapping[str, Any]
 """Parameters of a model, or an optimizer's group of them."""
 
 NOT_FINITE = ("keep", "skip", "raise")
+UNUSED = ("refuse", "zero")
+Count = float | Tensor | None
 
 
 class GradientReducer:
     """Averages a model's gradients over its data-parallel group, overlapped with backward.
+
+    The model's modules keep it, until its `close`.
 
     Args:
         model: on its device already, the same on all ranks of the group. Parameters shared by
@@ -97,6 +87,10 @@ class GradientReducer:
         not_finite: what `finish` does if any gradient of the whole model is infinite or NaN:
             "keep" it, "skip" the step (no rank has any gradient, so that optimizers do nothing;
             `is_finite` is then False), or "raise" on all ranks.
+        unused: what `finish` does with a parameter that some ranks of the group have used in a step
+            and others have not, as with LayerDrop: "refuse" it, or count it as "zero" on those.
+        frozen: also take parameters that are frozen now, to train them later with the optimizer
+            that is made now; they need buffers as the others do.
 
     Raises:
         SpecError: the model has a reducer already, is sharded by FSDP2, has slices made by another
@@ -132,15 +126,23 @@ class GradientReducer:
         dtype: torch.dtype | None = None,
         broadcast: bool = False,
         not_finite: str = "keep",
+        unused: str = "refuse",
+        frozen: bool = False,
     ) -> None:
-        if not_finite not in NOT_FINITE:
-            raise SpecError(f"not_finite={not_finite!r}: expected one of {', '.join(NOT_FINITE)}")
+        for name, given, known in (
+            ("not_finite", not_finite, NOT_FINITE), ("unused", unused, UNUSED)
+        ):  # fmt: skip
+            if given not in known:
+                raise SpecError(f"{name}={given!r}: expected one of {', '.join(known)}")
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
         self.group = self._grid.get_group(group)
         everything = shared_last(placements(model))
         self.groups = ReductionGroups(self._grid, everything, group, expert_group, shard=shard)
-        trained = [p for p in everything if p.parameter.requires_grad]
+        trained = [
+            p for p in everything
+            if p.parameter.requires_grad or (frozen and p.parameter.is_floating_point())
+        ]  # fmt: skip
         _check_free(trained)
         check_own(model, self._grid)
         check_grid(everything, self._grid)
@@ -148,7 +150,7 @@ class GradientReducer:
             trained, self.groups.of, shard=shard, bucket_bytes=bucket_bytes, dtype=dtype
         )
         check_lanes(self.lanes)
-        options = (shard, bucket_bytes, str(dtype), broadcast, not_finite)
+        options = (shard, bucket_bytes, str(dtype), broadcast, not_finite, unused, frozen)
         compare_models(self.lanes, options, model, self.groups)
         lane_of = {id(s.parameter): lane.group for lane in self.lanes for s in lane.slots}
         if broadcast:
@@ -161,13 +163,13 @@ class GradientReducer:
         """Whether the last `finish` found only finite gradients, on all ranks of the grid; always
         True with `not_finite="keep"`, which does not check."""
         self._optimizer: weakref.ref[Updater] | None = None
-        self._is_exact = self.after_step = self.has_finished = False
+        self._is_exact = self.after_step = False
         self._synchronizing = True
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._has_whole = self._whole_group()
         self._verdict = SyncResult(
             self.lanes, self.buckets, self.pieces, self.group, self.groups.dense,
-            whole=whole, parts=parts, model=model,
+            whole=whole, parts=parts, model=model, lopsided=unused == "zero",
         )  # fmt: skip
         # Ranks may run two models in different orders, so a reducer that shares a group with an
         # earlier one starts its sums in finish().
@@ -179,13 +181,13 @@ class GradientReducer:
         _REDUCERS.add(self)
         self._comparison = StepComparison(model, self.pieces, self.slots, self.groups)
         self.reductions.sending = self._comparison.sent
-        set_up_fused(model, self.slots)
-        self._handles = [
-            attach(bucket, index, Owner(self, bucket.slots[index]), GradientReducer._arrived)
-            for bucket in self.buckets for index in range(len(bucket.slots))
-        ]  # fmt: skip
+        self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
+        for slot in self.slots:
+            slot.attach(self)
         STEP_HOOKS.add_user()
-        self._detach = weakref.finalize(self, _detach, self._handles, self.slots)
+        self._detach = weakref.finalize(self, _detach, self.slots)
+        self._modules = list(model.modules())
+        self._remember()
 
     @property
     def slots(self) -> list[Slot]:
@@ -197,6 +199,19 @@ class GradientReducer:
         self._detach()
         self._comparison.close()
         _REDUCERS.discard(self)
+        self._forget()
+
+    def _remember(self) -> None:
+        """Makes it live as long as any module of its model, unless it is closed before."""
+        for module in self._modules:
+            vars(module).setdefault("_gradient_reducers", _Kept()).append(self)
+
+    def _forget(self) -> None:
+        """Lets it end with the last variable that has it."""
+        for module in self._modules:
+            kept = vars(module).get("_gradient_reducers", ())
+            if self in kept:
+                kept.remove(self)
 
     @property
     def optimizer(self) -> Updater | None:
@@ -240,8 +255,8 @@ class GradientReducer:
 
     # -- during backward ----------------------------------------------------------------
 
-    def _arrived(self, bucket: Bucket, index: int) -> None:
-        slot = bucket.slots[index]
+    def arrived(self, slot: Slot) -> None:
+        """Called when backward has added a gradient to `.grad`."""
         if is_capturing(slot.parameter):
             raise CommGridError(
                 f"backward reached {slot.placement} while a CUDA graph is being captured; a replay "
@@ -249,12 +264,13 @@ class GradientReducer:
                 "gradients are sent. Capture the forward and backward of parts without a "
                 "GradientReducer, or train without graphs"
             )
-        optimizer = self.optimizer
+        bucket = self._bucket_of[slot]
+        optimizer = self._optimizer() if self._optimizer is not None else None
         if optimizer is not None:
             optimizer.gathers.check(bucket, slot.placement)
-        take_in(slot)
+        slot.take_in()
         if self._synchronizing:
-            self.reductions.arrived(bucket, index)
+            self.reductions.arrived(bucket, slot)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -268,7 +284,7 @@ class GradientReducer:
     # -- after backward -----------------------------------------------------------------
 
     @torch.no_grad()
-    def finish(self, count: float | Tensor | None = None) -> None:
+    def finish(self, count: Count = None) -> None:
         """Waits until every gradient is the average; once a step, on all ranks of the grid.
 
         Afterwards `.grad` holds the average, or None for a parameter that no rank used. With
@@ -289,39 +305,43 @@ class GradientReducer:
                 different gradients, or only some ranks gave a count.
             ShapeError: the counts add up to zero.
             SpecError: gradients are sharded without a ShardedOptimizer over this reducer.
-            CommGridError: the model was moved, or its parameters replaced, frozen or unfrozen; with
+            CommGridError: the model was moved, or its parameters replaced, or others unfrozen; with
                 `not_finite="raise"`, a gradient is infinite or NaN (names parameter and ranks); a
                 gradient was changed after backward had sent it.
         """
         self._check_before_finish()
-        wrong = changed_after_sending(self.buckets)
-        if count is not None:
-            wrong = wrong or losses_not_told(self.model)
+        told = [check(self, count) for check in FINISH]  # collective, so none is left out
+        for error in told:
+            if error is not None:
+                raise error
+
+    def _reduce(self, count: Count) -> CommGridError | None:
+        """Sums, agrees on the divisor, and hands out the averages."""
         self.reductions.finish()
-        divisor, told = self._verdict.reach(count, look=self._not_finite != "keep")
-        wrong = wrong or told
+        self._divisor, wrong = self._verdict.reach(count, look=self._not_finite != "keep")
         self.is_finite = self._verdict.is_finite
-        divisors = [divisor / bucket.prescale for bucket in self.buckets]
+        divisors = [self._divisor / bucket.prescale for bucket in self.buckets]
         if any(each != 1 for each in divisors):
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisors)
         skips, self.after_step = self._not_finite == "skip" and not self.is_finite, False
-        self.has_finished = True
         self.reductions.reset()
         for bucket in self.buckets:
-            hand_out_bucket(bucket, skips=skips, shard=self.shard, exact=self._is_exact)
+            bucket.hand_out(self._verdict.used, skips=skips, shard=self.shard, exact=self._is_exact)
         broadcast_statistics(self.model, self.group)
-        wrong = wrong or changed(self.model, self.slots)
-        told = self._comparison.compare(self.held, divisor)
-        wrong = wrong or told
-        if self._not_finite == "raise" and not self.is_finite:  # so say all ranks, so all go there
-            told = check_finite(self.pieces, self._verdict.whole, self.model)
-            wrong = wrong or told
-        if wrong is not None:
-            raise wrong
+        return wrong
+
+    def _compare(self, _: Count) -> CommGridError | None:
+        return self._comparison.compare(self.held, self._divisor)
+
+    def _look(self, _: Count) -> CommGridError | None:
+        """The error of gradients that are not finite; all ranks know alike whether any is."""
+        if self._not_finite != "raise" or self.is_finite:
+            return None
+        return check_finite(self.pieces, self._verdict.whole, self.model)
 
     def _check_reduced(self, call: str) -> None:
         for slot in self.slots:
-            if is_unreduced(slot, self):
+            if slot.is_unreduced:
                 raise CommGridError(
                     f"{call} while {slot.placement} has a gradient that no finish() has reduced; "
                     "call finish() first, once a step, after the last backward"
@@ -349,10 +369,7 @@ class GradientReducer:
         """
         self.reductions.abandon()
         for slot in self.slots:
-            slot.used, slot.held_back = False, None
-            hand_out(slot, None)
-            if slot.fused:
-                slot.view.zero_()
+            slot.drop()
 
     def held(self, piece: GradientPart) -> Tensor | None:
         """This rank's part of a parameter's reduced gradient; None: none, or it was zeroed.
@@ -360,9 +377,9 @@ class GradientReducer:
         In the parameter's shape if it is the whole gradient, else flat.
         """
         gradient = piece.slot.parameter.grad
-        if not self.shard or gradient is None:
+        if not self.shard:
             return gradient
-        return piece.gradient if piece.slot.used else None
+        return piece.gradient if isinstance(gradient, KeptGradient) else None
 
     # -- norm ---------------------------------------------------------------------------
 
@@ -460,15 +477,29 @@ class GradientReducer:
         return found
 
 
+FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
+    lambda reducer, _: changed_after_sending(reducer.slots),
+    lambda reducer, count: losses_not_told(reducer.model) if count is not None else None,
+    GradientReducer._reduce,
+    lambda reducer, _: changed(reducer.model, reducer.slots),
+    GradientReducer._compare,
+    GradientReducer._look,
+)
+"""What `finish` does, in order; of the errors that these return it raises the first."""
+
 _REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-def _detach(handles: list[tuple[Any, Any, Any]], slots: list[Slot]) -> None:
-    for _, *hooks in handles:
-        for hook in hooks:
-            hook.remove()
-    handles.clear()
-    release(slots)
+class _Kept(list[GradientReducer]):
+    """Reducers that live as long as a module; not copied or pickled with it."""
+
+    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
+        return _Kept, ()
+
+
+def _detach(slots: list[Slot]) -> None:
+    for slot in slots:
+        slot.release()
     STEP_HOOKS.remove_user()
 
 
@@ -480,7 +511,20 @@ def _check_free(trained: Iterable[Placement]) -> None:
                 f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
                 "GradientReducer out, and take data_parallel.clip_gradients for the norm"
             )
-        if owner_of(placement.parameter) is not None:
+        slot = slot_of(placement.parameter)
+        if slot is not None and not _is_let_go(slot):
             raise SpecError(
                 f"{placement} has another GradientReducer already; call its close() first"
             )
+
+
+def _is_let_go(slot: Slot) -> bool:
+    """Whether nothing but modules keeps a slot's reducer; it ends then, as at its close()."""
+    reducer = slot.reducer
+    if isinstance(reducer, GradientReducer):
+        reducer._forget()
+    del reducer
+    kept = slot.reducer
+    if isinstance(kept, GradientReducer):
+        kept._remember()
+    return kept is None

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import Pending, start_all_reduce_, start_reduce_scatter_
-from commgrid.data_parallel.accumulation import fill
 from commgrid.data_parallel.bucket import Bucket
 from commgrid.data_parallel.slot import Slot
 from commgrid.errors import GridDestroyedError
@@ -41,15 +39,15 @@ class Reductions:
         self.sending: Callable[[Sequence[Slot]], object] = lambda slots: None
         """Called with the slots of a bucket that is complete and about to be summed."""
 
-    def arrived(self, bucket: Bucket, index: int) -> None:
+    def arrived(self, bucket: Bucket, slot: Slot) -> None:
         """Records a complete gradient, and starts the sums of complete buckets.
 
         Args:
-            bucket, index: of the gradient's slot.
+            bucket, slot: of the gradient.
         """
-        bucket.missing.discard(index)
+        bucket.missing.discard(slot)
         self._has_begun = True
-        if not self._defers:
+        if not self._defers and not bucket.missing:
             self._launch(all_of_them=False)
 
     def finish(self) -> None:
@@ -69,7 +67,7 @@ class Reductions:
     def reset(self) -> None:
         """Prepares for the next backward."""
         for bucket in self._buckets:
-            bucket.launched, bucket.missing = False, set(range(len(bucket.slots)))
+            bucket.launched, bucket.missing = False, set(bucket.slots)
         self._in_flight.clear()
         self._next, self._has_begun = 0, False
 
@@ -86,19 +84,14 @@ class Reductions:
                 return
             self._next += 1
             bucket.launched = True
-            fill(bucket)
+            bucket.fill()
             self.sending(bucket.slots)
-            if bucket.prescale > 1:
-                with torch.no_grad():
-                    bucket.gradient.div_(bucket.prescale)
             if bucket.shared is not None:
                 bucket.pending = self._start_shared(bucket, bucket.shared)
             elif bucket.group.size() > 1:
                 bucket.pending = self._start(bucket)
             if bucket.pending is not None:
-                for slot in bucket.slots:
-                    if slot.sent:
-                        slot.parameter.grad = slot.in_flight
+                bucket.hide()
 
     def _start_shared(self, bucket: Bucket, sharers: ProcessGroup) -> Pending:
         """The sum over the copies of other stages, and only then the sum over other data."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.data_parallel.norm import norm_group
 from commgrid.data_parallel.reducer import GradientReducer
-from commgrid.data_parallel.slot import owner_of
+from commgrid.data_parallel.slot import slot_of
 from commgrid.data_parallel.step_checks import mark_used
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -109,8 +109,8 @@ def _split(
     others: list[nn.Parameter] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            owner = owner_of(parameter)
-            reducer = owner.reducer if owner is not None else None
+            slot = slot_of(parameter)
+            reducer = slot.reducer if slot is not None else None
             if isinstance(reducer, GradientReducer):
                 reducers.setdefault(reducer, []).append(parameter)
             else:

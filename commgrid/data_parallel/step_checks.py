@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from commgrid.data_parallel.accumulation import is_unreduced
-from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, owner_of
+from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, State, slot_of
 from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.optimizers import (
@@ -25,34 +24,31 @@ from commgrid.parameters.sharded_module import StepHooks
 from commgrid.torch_compat.mesh import before_unscaling
 
 
-def owned_by(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Reducer, Slot]]:
+def owned_by(optimizer: torch.optim.Optimizer) -> list[tuple[Reducer, Slot]]:
     """The parameters that an optimizer updates and a reducer owns."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = owner_of(parameter)
-            if owner is not None:
-                reducer, slot = owner.reducer, owner.slot
-                if reducer is not None and slot is not None:
-                    yield reducer, slot
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    slots = [slot for slot in map(slot_of, parameters) if slot is not None]
+    return [(slot.reducer, slot) for slot in slots if slot.reducer is not None]
 
 
 def mark_used(optimizer: torch.optim.Optimizer) -> None:
     """Mark gradients as used, by a step or a skipped one: the next backward starts new ones."""
     for reducer, slot in owned_by(optimizer):
-        slot.stepped, slot.optimized = slot.reduced, True
-        reducer.after_step = True
-        if slot.stepped and slot.fused:  # its layer adds to zeros
-            with torch.no_grad():
-                slot.view.zero_()
+        slot.updated = reducer.after_step = True
+        if slot.state is State.REDUCED:
+            slot.state = State.USED
 
 
-def check_slices(optimizer: torch.optim.Optimizer) -> None:
+def check_slices(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Reducer, Slot]]) -> None:
     """Refuses an optimizer whose step would be wrong where ranks have different parameters.
+
+    Args:
+        optimizer: about to step.
+        owned: `owned_by` it.
 
     Raises:
         SpecError: names the first such parameter.
     """
-    owned = list(owned_by(optimizer))
     check_optimizer(optimizer, [slot.placement for _, slot in owned])
     ranks = set(zero_ranks(optimizer))
     if not ranks:
@@ -82,23 +78,26 @@ def check_before_unscaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.
             refuse_scaler(scaler, f"{slot.placement} differs along {axis}")
 
 
-def check_reduced(optimizer: torch.optim.Optimizer) -> None:
+def check_reduced(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Reducer, Slot]]) -> None:
     """Refuses a step while a gradient has not been through finish().
+
+    Args:
+        optimizer, owned: as for `check_slices`.
 
     Raises:
         CommGridError: names the first such parameter.
     """
     reducers: dict[Reducer, None] = {}
-    for reducer, slot in owned_by(optimizer):
+    for reducer, slot in owned:
         reducers[reducer] = None
-        gradient = slot.parameter.grad
-        if reducer.shard and slot.reduced and not isinstance(gradient, KeptGradient | None):
+        was_set = not isinstance(slot.parameter.grad, KeptGradient | None)
+        if was_set and reducer.shard and slot.state in (State.REDUCED, State.USED):
             raise CommGridError(
                 f".grad of {slot.placement} was set, which a ShardedOptimizer does not read: its "
                 "reducer keeps gradients in parts; set it before finish(), which sums it over "
                 "ranks, or make the GradientReducer with shard=False"
             )
-        if is_unreduced(slot, reducer):
+        if slot.is_unreduced:
             raise CommGridError(
                 f"{type(optimizer).__name__}.step() was called while {slot.placement} has a "
                 "gradient that no finish() has reduced, so that ranks would train apart; call its "
@@ -113,15 +112,18 @@ def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     given: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    check_slices(optimizer)
+    owned = owned_by(optimizer)
+    if not owned:  # such as the inner optimizer of a ShardedOptimizer
+        return None
+    check_slices(optimizer, owned)
     if given is None:
-        check_reduced(optimizer)
+        check_reduced(optimizer, owned)
         return None
     closure = given
 
     def checked() -> Any:
         loss = closure()
-        check_reduced(optimizer)
+        check_reduced(optimizer, owned)
         return loss
 
     if len(args) > 1:

@@ -21,6 +21,7 @@ from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.bucket import Bucket, GradientPart, Lane
 from commgrid.data_parallel.norm import device_of, sum_of_squares
+from commgrid.data_parallel.slot import Slot, State
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError
 
 _KEPT = 16  # tensors of shares, for steps in which other parameters have gradients
@@ -54,6 +55,11 @@ class SyncResult:
         whole: the ranks that together hold every gradient; None: this one does.
         parts: for each piece, the number of distinct ones in its place on all ranks.
         model: the model, whose device is used.
+        lopsided: whether a parameter may have a gradient on some ranks only.
+
+    Attributes:
+        used: the parameters of which any rank had a gradient in the last step.
+        is_finite: whether all its gradients were finite, if that was looked at.
     """
 
     def __init__(
@@ -67,9 +73,11 @@ class SyncResult:
         whole: ProcessGroup | None,
         parts: Sequence[float],
         model: nn.Module,
+        lopsided: bool,
     ) -> None:
         self._buckets, self._group, self._name = buckets, group, name
-        self.whole, self.is_finite = whole, True
+        self.whole, self.is_finite, self._may_be_lopsided = whole, True, lopsided
+        self.used: set[Slot] = set()
         self._device = device_of(model)
         self._told = _lay_out(lanes, group)
         self._where = {
@@ -84,7 +92,7 @@ class SyncResult:
     def reach(
         self, count: float | Tensor | None, *, look: bool
     ) -> tuple[float, CommGridError | None]:
-        """Return the divisor and an error or None, and set each slot's `used` alike on all ranks.
+        """Return the divisor and an error or None; sets `used` and `is_finite`, alike on all ranks.
 
         Args:
             count: as for `GradientReducer.finish`.
@@ -103,14 +111,19 @@ class SyncResult:
         ]  # fmt: skip
         for each in pending:
             each.wait()
-        views = [piece.gradient for piece in self._pieces]
-        squares = self.squares(views) if look else numbers.new_zeros(())
+        squares = numbers.new_zeros(())
+        if look:
+            squares = self.squares([piece.gradient for piece in self._pieces])
         *heard, total = torch.cat([numbers, squares.view(1)]).tolist()
         divisor, wrong = self._divisor(count, heard)
         self.is_finite = math.isfinite(total)
+        self.used.clear()
         for told in self._told:
             if told.lane is not None:
-                wrong = wrong or _lopsided(told.lane, heard[told.start : told.stop])
+                having = heard[told.start : told.stop]
+                self.used |= {s for s, count in zip(told.lane.slots, having, strict=False) if count}
+                if wrong is None and not self._may_be_lopsided:
+                    wrong = _lopsided(told.lane, having)
         return divisor, wrong
 
     def _numbers(self, count: float | Tensor | None) -> Tensor:
@@ -119,7 +132,8 @@ class SyncResult:
         listed: list[float] = []
         for told in self._told:
             if told.lane is not None:
-                listed += [*(float(slot.sent) for slot in told.lane.slots), absent]
+                listed += [float(slot.state is State.SENT) for slot in told.lane.slots]
+                listed.append(absent)
             if told.count is not None:
                 listed += [float(known), float(count is not None)]
         made = torch.tensor(listed, dtype=torch.float64, pin_memory=self._device.type == "cuda")
@@ -190,17 +204,16 @@ def _lay_out(lanes: Sequence[Lane], group: ProcessGroup) -> list[_Told]:
 
 def _lopsided(lane: Lane, heard: Sequence[float]) -> CommGridError | None:
     size, absent = lane.group.size(), heard[len(lane.slots)]
-    wrong: CommGridError | None = None
     for slot, having in zip(lane.slots, heard, strict=False):
-        slot.used = having > 0
-        if wrong is None and 0 < having < size - absent:
-            mine = "one" if slot.sent else "none"
-            wrong = GridMismatchError(
+        if 0 < having < size - absent:
+            mine = "one" if slot.state is State.SENT else "none"
+            return GridMismatchError(
                 f"{slot.placement}: {int(having)} of the {size} ranks of group {lane.name!r} "
                 f"({dist.get_process_group_ranks(lane.group)}) have a gradient for it, and "
-                f"this rank has {mine}; every rank must use it in a step, or none"
+                f"this rank has {mine}; every rank must use it in a step, or none, or say "
+                'GradientReducer(unused="zero") to count it as zero where it is not used'
             )
-    return wrong
+    return None
 
 
 def losses_not_told(model: nn.Module) -> CommGridError | None:

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from commgrid.data_parallel.slot import Reducer, owner_of
+from commgrid.data_parallel.slot import Reducer, slot_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
@@ -145,8 +145,8 @@ class ModelState:
 
     def _reducers(self) -> Iterator[Reducer]:
         """Of the model's gradients, each once."""
-        owners = (owner_of(placement.parameter) for placement in self.placements.values())
-        found = (owner.reducer for owner in owners if owner is not None)
+        slots = (slot_of(placement.parameter) for placement in self.placements.values())
+        found = (slot.reducer for slot in slots if slot is not None)
         yield from dict.fromkeys(reducer for reducer in found if reducer is not None)
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:

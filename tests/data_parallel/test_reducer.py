@@ -303,14 +303,14 @@ def wrong() -> None:
     with pytest.raises(SpecError, match=r"weight of shape \(2, 2\) has another GradientReducer"):
         GradientReducer(model)
     reducer.close()
-    assert not hasattr(model.weight, "main_grad")
     again = GradientReducer(model, shard=True)
     with pytest.raises(SpecError, match="LBFGS does not update elements one by one"):
         ShardedOptimizer(again, torch.optim.LBFGS)
     with pytest.raises(SpecError, match=r"a parameter of shape \(5,\) in groups is not one"):
         ShardedOptimizer(again, torch.optim.SGD, groups=[{"params": nn.Parameter(torch.ones(5))}])
-    del again, reducer  # and with the last reference its buffers go
-    assert not hasattr(model.weight, "main_grad")
+    del again, reducer  # which the model keeps, and a new one ends
+    GradientReducer(model).close()
+    model.zero_grad()
     model(torch.ones(1, 2)).sum().backward()
     assert model.weight.grad is not None
     with pytest.raises(SpecError, match=r"region='sparse': expected one of dense, expert"):
@@ -332,15 +332,12 @@ def changed() -> None:
         lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()},
                                             assign=True),
         lambda model: setattr(model, "extra", nn.Parameter(torch.ones(3))),
-        lambda model: model.bias.requires_grad_(False),
     ):  # fmt: skip
         model = nn.Linear(2, 2)
         reducer = GradientReducer(model)
         change(model)
         model(ones.to(model.weight.dtype)).sum().backward()
-        with pytest.raises(
-            CommGridError, match=r"(moved, replaced or frozen|added or unfrozen) after"
-        ):
+        with pytest.raises(CommGridError, match=r"(moved or replaced|added or unfrozen) after"):
             reducer.finish()
     # A step that is given up leaves nothing behind; nor does a gradient asked for by itself.
     model = ColumnParallelLinear(2, 2)

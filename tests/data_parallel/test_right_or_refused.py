@@ -7,7 +7,6 @@ import copy
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -584,145 +583,25 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks() -> None:
         GradientReducer(nn.Linear(1, 1), not_finite="drop")
 
 
-# -- main_grad as others write it ----------------------------------------------------------
+# -- gradients past autograd -----------------------------------------------------------------
 
 
-def fused_as_megatron(x: Tensor, weight: Tensor) -> Tensor:
-    """megatron-core's linear with its gradient accumulation fusion, its kernel on the CPU."""
-    import warnings
-    from types import SimpleNamespace
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        layers = pytest.importorskip("megatron.core.tensor_parallel.layers")
-
-    def accumulate(rows: Tensor, dy: Tensor, into: Tensor) -> None:
-        into.add_(dy.t() @ rows)
-
-    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
-        wgrad_gemm_accum_fp32=accumulate, wgrad_gemm_accum_fp16=accumulate
-    )
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment,return-value]
-    y: Tensor = layers.LinearWithGradAccumulationAndAsyncCommunication.apply(
-        x, weight, None, True, False, False, None, None, commgrid.get_group("tp")
-    )
-    return y
-
-
-class Fused(nn.Module):
-    """A weight used by a fused layer, and in some ways once more."""
-
-    def __init__(self, also: str) -> None:
-        super().__init__()
-        self.also = also
-        kind = nn.Linear if also == "shared" else ColumnParallelLinear
-        self.layer = kind(4, 4, bias=False)
-        self.layer.gradient_accumulation_fusion = True
-        self.ours = ColumnParallelLinear(4, 4, bias=False, group="tp")
-        if also == "shared":
-            self.second = nn.Module()
-            self.second.weight = self.layer.weight
-        if also == "ours":
-            self.ours.weight = self.layer.weight
-        initialize_parameters(self, seed=0)
-
-    def forward(self, x: Tensor, fused: bool) -> Tensor:
-        linear = fused_as_megatron if fused else F.linear
-        y = linear(x, self.layer.weight)
-        if self.also == "shared":
-            y = y + F.linear(x, self.second.weight)
-        return y + self.ours(x)
-
-
-def foreign(also: str, kind: str) -> None:
+def fuses() -> None:
     commgrid.initialize()
-    models = Fused(also), Fused(also)
-    options = {"shard": kind == "shard", "bucket_bytes": 1}
-    reducers = [GradientReducer(model, **options) for model in models]
-    optimizers: list[Any] = [
-        ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
-        if kind != "plain"
-        else torch.optim.SGD(model.parameters(), lr=0.1)
-        for model, reducer in zip(models, reducers, strict=True)
-    ]
-    for step in range(3):
-        norms = []
-        for model, reducer, optimizer, fused in zip(
-            models, reducers, optimizers, (True, False), strict=True
-        ):
-            for i in range(2):
-                generator = torch.Generator().manual_seed(2 * step + i)
-                x = torch.randn(3, 4, generator=generator).requires_grad_()
-                with reducer.no_sync() if i == 0 else nullcontext():
-                    model(x, fused).square().sum().backward()
-            reducer.finish(count=6)
-            norms.append(reducer.gradient_norm().item())
-            optimizer.step()
-            optimizer.zero_grad()
-        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
-    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # fp32 sums in another order
+    for flag in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in model:
+            setattr(module, flag, False)
+        GradientReducer(model, broadcast=True).close()
+        setattr(model[1], flag, True)
+        with pytest.raises(SpecError, match=rf"^1\.weight of shape \(4, 4\) .* with {flag}=False$"):
+            GradientReducer(model)
+        model[1].requires_grad_(False)  # which has no gradient to add
+        GradientReducer(model, broadcast=True).close()
 
 
-@pytest.mark.full(
-    "plain-shared",
-    "plain-ours",
-    "copies-alone",
-    "copies-shared",
-    "shard-alone",
-    "shard-ours",
-)
-@pytest.mark.parametrize("also", ["alone", "shared", "ours"])
-@pytest.mark.parametrize("kind", ["plain", "copies", "shard"])
-def test_megatrons_fused_layers_add_to_main_grad(also: str, kind: str) -> None:
-    pytest.importorskip("megatron.core")
-    run_on_ranks(foreign, 2, also, kind)
-
-
-def dummy() -> None:
-    """The contract in small: add to main_grad, say so, return something that means nothing."""
-
-    class Writes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
-            ctx.weight = weight
-            return x * weight
-
-        @staticmethod
-        def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-            ctx.weight.main_grad.add_(dy)
-            ctx.weight.grad_added_to_main_grad = True
-            return dy, torch.full_like(dy, 60.5)
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fused, self.plain = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-            self.gradient_accumulation_fusion = True
-
-        def forward(self, fused: Tensor, plain: Tensor) -> Tensor:
-            return torch.sum(Writes.apply(torch.ones(2), fused) + 2 * plain)
-
-    commgrid.initialize()
-    model = Both()
-    reducer = GradientReducer(model)
-    for _ in range(2):
-        model(model.fused, model.plain).backward()
-        reducer.finish()
-        assert model.fused.grad.tolist() == [1.0, 1.0]
-        assert model.plain.grad.tolist() == [2.0, 2.0]
-        model.zero_grad()
-    with reducer.no_sync():
-        model(model.fused, model.plain).backward()
-    model.zero_grad()
-    with pytest.raises(
-        CommGridError, match=r"fused of shape \(2,\): its gradient was zeroed after a backward"
-    ):
-        model(model.fused, model.plain).backward()
-
-
-def test_a_dummy_gradient_is_not_taken_for_one() -> None:
-    run_on_ranks(dummy, 1)
+def test_layers_that_add_to_main_grad_are_refused() -> None:
+    run_on_ranks(fuses, 1)
 
 
 def mixed() -> None:

@@ -338,7 +338,7 @@ def copied() -> None:
         again = GradientReducer(twin, shard=True)
         train(twin, again, ShardedOptimizer(again, torch.optim.AdamW), 0)
     alive = weakref.ref(optimizer), weakref.ref(reducer)
-    del optimizer, reducer
+    del optimizer, reducer, again, model, twin
     gc.collect()
     assert [reference() for reference in alive] == [None, None]
 
