@@ -3,7 +3,8 @@
 torch's clip_grad_norm_ takes the norm of this rank's gradients. Where ranks have slices, experts or
 stages, each scales by a different factor, so the step is not one for the whole model, and is
 refused. Not every difference is wrong: a layer's gradient may be halved, or a slice's zeroed. So
-ranks that scaled by different factors are refused if they scaled to the same norm.
+ranks that scaled by different factors are refused if they scaled to the same norm. What else is
+done to a gradient is its user's choice, as long as it is done to all copies.
 
 | | | refused |
 |---|---|---|
@@ -11,7 +12,7 @@ ranks that scaled by different factors are refused if they scaled to the same no
 | some gradients by one factor | other slices by another factor to the same norm | yes |
 | | other slices by 1, of a smaller norm | yes |
 | an optimizer's group on one stage | on another stage likewise, with the same options | yes |
-| other edits, such as clamping each number, or zeroing a slice | | not judged |
+| other edits, such as clamping, or zeros in a slice | others of a copy | yes |
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.group_ref import described
 from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.slot import KeptGradient
 from commgrid.equality.comparison import Fact, ends_of, first_place
@@ -54,10 +56,14 @@ class Scaling:
         stages: ProcessGroup | None,
     ) -> None:  # fmt: skip
         self._pieces, self._stage, self._stages = pieces, stage, stages
+        self._summed: dict[ProcessGroup, list[int]] = {}
+        for index, piece in enumerate(pieces if stage is not None else ()):
+            self._summed.setdefault(piece.bucket.group, []).append(index)
         kinds = {piece.slot.parameter.dtype for piece in pieces}
         self._tolerance = _HALF_TOLERANCE if kinds & {torch.bfloat16, torch.float16} else _TOLERANCE
         self._before: Tensor | None = None
         self._versions: list[tuple[int, int | None]] = []
+        self._after: Tensor | None = None
         self._factors: Tensor | None = None
         self.is_edited = False
         """Whether gradients were edited before the last step, also by a factor of 1."""
@@ -77,7 +83,7 @@ class Scaling:
     def before_step(self, held: Held) -> None:
         """Measure the gradients that an optimizer is about to use."""
         if self._before is not None:
-            after = self._measure(held)
+            self._after = after = self._measure(held)
             self._factors = self._factors_to(after)
             is_changed = not torch.equal(after.nan_to_num(), self._before.nan_to_num())
             self.is_edited = is_changed or self._seen(held) != self._versions
@@ -88,24 +94,30 @@ class Scaling:
         Args:
             options: of each piece, a number for the options of its optimizer's group; NaN: none.
         """
-        before, factors = self._before, self._factors
-        self._before = self._factors = None
-        if before is None or factors is None:
+        before, after, factors = self._before, self._after, self._factors
+        self._before = self._after = self._factors = None
+        if before is None or after is None or factors is None:
             before = torch.zeros(len(self._pieces), 2, dtype=torch.float64)
-            factors = torch.full((len(self._pieces),), torch.nan, dtype=torch.float64)
+            after = torch.full_like(before, torch.nan)
+            factors = after[:, 0]
         if self._stage is not None:
             whole = self._of_all(factors, before) if len(factors) > 1 else _none()
             rows = torch.cat([whole, self._rows(factors, before)])
             yield Fact(self._stage, rows.view(-1), _apart, partial(_differs, self._tolerance))
+        for group, own in self._summed.items() if self._stage is not None else ():
+            if group.size() > 1:
+                error = partial(_edited_apart, group, [self._pieces[index] for index in own])
+                differs = partial(_other_sizes, self._tolerance)
+                yield Fact(group, after[own].view(-1), error, differs)
         if self._stages is not None:
             table = torch.full((_GROUPS, 6), torch.nan, dtype=torch.float64)
             known = sorted({each for each in options if not math.isnan(each)})[:_GROUPS]
-            for row, group in enumerate(known):
-                own = torch.tensor([each == group for each in options])
-                table[row, 0] = group
-                table[row, 1:] = self._of_all(factors[own], before[own])[0]
-            error = partial(_stages_apart, self._tolerance)
-            yield Fact(self._stages, table.view(-1), error, _any_scaled)
+            for row, number in enumerate(known):
+                alike = torch.tensor([each == number for each in options])
+                table[row, 0] = number
+                table[row, 1:] = self._of_all(factors[alike], before[alike])[0]
+            judge = partial(_stages_apart, self._tolerance)
+            yield Fact(self._stages, table.view(-1), judge, _any_scaled)
 
     def _measure(self, held: Held) -> Tensor:
         """(pieces, 2): 2-norm and largest absolute value of each gradient; 0: none."""
@@ -185,6 +197,22 @@ def _apart(row: int, by_rank: Mapping[int, Sequence[float]]) -> GridMismatchErro
         f"by {most:.4g}, as torch's clip_grad_norm_ does, which takes the norm of one rank's "
         "slices, experts or stage; use the reducer's clip_gradients(), or scale by one factor on "
         "all ranks"
+    )
+
+
+def _other_sizes(tolerance: float, largest: Tensor, smallest: Tensor) -> int | None:
+    """The first gradient that was equal on all ranks and is not as the step uses it."""
+    is_known = largest.isfinite() & smallest.isfinite()
+    return first_place(is_known & (largest - smallest > tolerance * largest))
+
+
+def _edited_apart(
+    group: ProcessGroup, pieces: Sequence[GradientPart], place: int, _: Mapping[int, list[float]]
+) -> GridMismatchError:
+    return GridMismatchError(
+        f"the gradient of {pieces[place // 2].slot.placement} was equal on the ranks of "
+        f"{described(group)} after finish(), and was not when the optimizer used it; make the same "
+        "edit on all of them, with noise of one seed, or edit before finish()"
     )
 
 

@@ -69,11 +69,10 @@ class StepComparison:
         self._pieces, self._slots = pieces, slots
         self._alike = _groups_alike(slots, groups)
         trained = [slot.placement for slot in slots]
-        is_split = any(p.num_slices > 1 or p.region == "expert" for p in trained)
-        stage = groups.stage(groups.used)
+        self._alike_stage = stage = groups.stage(groups.used)
         stages = next(iter(groups.along(["pp"])), None) if "pp" in groups.grid.shape else None
-        edited = stage if is_split and not groups.shard else None
-        self._scaling = Scaling(pieces, edited, None if groups.shard else stages)
+        whole = not groups.shard  # else no one may edit gradients
+        self._scaling = Scaling(pieces, stage if whole else None, stages if whole else None)
         self._inputs = InputRecord()
         layers = (group for placement in trained for group in _layer_groups(placement))
         self._input_groups = list(dict.fromkeys(layers))
@@ -182,6 +181,9 @@ class StepComparison:
 
     def _facts(self, held: Held, divisor: float) -> Iterator[Fact]:
         yield from self._facts_of_edits()
+        if self._step and self._alike_stage is not None:
+            error = partial(_partly_stepped, self._alike_stage)
+            yield Fact(self._alike_stage, _fp64([float(bool(self._options))]), error)
         for group in self._input_groups:
             yield from self._inputs.facts(group)
         for group in self._sharded_over():
@@ -217,9 +219,6 @@ class StepComparison:
     def _facts_of_copies(
         self, group: ProcessGroup, pieces: Sequence[GradientPart], held: Held
     ) -> Iterator[Fact]:
-        if self._step:
-            numbers = _fp64([float(group in self._used)])
-            yield Fact(group, numbers, partial(_partly_stepped, group))
         used = self._used.get(group, torch.full((2 * len(pieces),), torch.nan).double())
         for found, edited in ((used, True), (_fingerprints(pieces, held), False)):
             error = partial(_unequal, group, pieces, edited)

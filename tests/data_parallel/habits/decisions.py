@@ -135,11 +135,6 @@ def reset(side: Side, seed: Callable[[int], int]) -> Any:
     return trained(side, decide, Adam)
 
 
-@program(REFUSED, APART)
-def a_unit_drawn_again_by_rank(side: Side) -> Any:
-    return reset(side, lambda step: 2 * step + side.at("dp"))
-
-
 @program(RIGHT)
 def a_unit_drawn_again_by_one_seed(side: Side) -> Any:
     return reset(side, lambda step: step)

@@ -56,11 +56,17 @@ def each_stages_norm_with_copies(side: Side) -> Any:
     return staged(side, lambda m: clip_grad_norm_(m.parameters(), 0.05), Adagrad, steps=5)
 
 
-@program(REFUSED, CLIPPING, pp=2)
-def each_chunks_norm(side: Side) -> Any:
+@program(RIGHT, pp=2)
+def each_blocks_norm(side: Side) -> Any:
+    """Each block is clipped by its own norm, on the unsharded model too."""
+
     def clip(model: nn.Module) -> None:
-        for chunk in model if isinstance(model, nn.ModuleList) else [model]:
-            clip_grad_norm_(chunk.parameters(), 0.05)
+        blocks: dict[str, list[nn.Parameter]] = {}
+        for name, p in model.named_parameters():
+            block = [part for part in name.split(".") if part.startswith("block")]
+            blocks.setdefault(block[0] if block else name, []).append(p)
+        for parameters in blocks.values():
+            clip_grad_norm_(parameters, 0.05)
 
     return staged(side, clip, chunks=2)
 
