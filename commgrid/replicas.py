@@ -16,21 +16,23 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
-from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.collectives.plain import all_gather
+from commgrid.equality.comparison import ByRank, Fact, compare, number_of
 from commgrid.equality.digest import Digest, device_for, digest, extremes, quick_digest
-from commgrid.errors import NotInGroupError, UnknownGroupError
+from commgrid.errors import GridMismatchError, NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
+
+_MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 
 
 @dataclass(frozen=True)
@@ -62,26 +64,22 @@ def differing(
 
     Args:
         copies: this rank's, in one order on all ranks of their groups.
-        everyone: ranks that all return a description if any of them differ; None: only the ranks
-            of a group with a difference do.
+        everyone: ranks that all return the description if any of them differ; None: only the
+            ranks of a group with a difference do.
         groups: compared over first, also on a rank that has no copies along them.
 
     Returns:
-        A sentence that names tensor and ranks; on ranks whose own copies are equal, without them.
+        A clause that names tensor and ranks.
     """
     by_group: dict[ProcessGroup, list[Copy]] = {group: [] for group in groups}
     for copy in copies:
         for group in copy.groups:
             by_group.setdefault(group, []).append(copy)
     digests = _Digests()
-    told: str | None = None
-    for group, its_copies in by_group.items():
-        told = _compare(group, its_copies, digests) or told
-    if everyone is not None and everyone.size() > 1:
-        mine = torch.tensor([told is not None], dtype=torch.int64, device=device_for(everyone))
-        if bool(all_reduce(mine, everyone, op="max").item()):
-            return told or "other ranks of the grid have copies that differ; their errors name them"
-    return told
+    facts = (_fact(group, alike, digests) for group, alike in by_group.items())
+    everyone = everyone if everyone is not None and everyone.size() > 1 else None
+    wrong, _ = compare(facts, () if everyone is None else (everyone,))
+    return None if wrong is None else str(wrong)
 
 
 class _Digests:
@@ -109,24 +107,26 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> int:
     return int.from_bytes(hashlib.sha256(f"{dtype} {tuple(shape)}".encode()).digest()[:7], "big")
 
 
-def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> str | None:
-    device, ranks = device_for(group), dist.get_process_group_ranks(group)
-    named = name_of(group)
-    listed = hashlib.sha256("\n".join(c.key or c.name for c in copies).encode()).digest()[:7]
-    mine = digests.of(copies, quick_digest, device)
-    head = torch.tensor([len(copies), int.from_bytes(listed, "big"), 0], device=device)
-    head[2] = digest(mine).bitwise_right_shift(1)  # of all, so that equal ones take one exchange
-    most, least = (each.tolist() for each in extremes(head, group))
-    if most[:2] != least[:2]:
-        heads = all_gather(head[:2], group).view(-1, 2).tolist()
-        who = _holders(ranks, [tuple(one) for one in heads])
-        told = " and ".join(f"{count} on {describe_ranks(r)}" for (count, _), r in who)
-        return (
+def _fact(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> Fact:
+    """The number and names of copies and the quick digest of all, which are equal together."""
+    whole = digest(digests.of(copies, quick_digest, device_for(group))) & _MANTISSA
+    names = number_of([copy.key or copy.name for copy in copies])
+    return Fact(group, [len(copies), names, int(whole)], partial(_told, group, copies, digests))
+
+
+def _told(
+    group: ProcessGroup, copies: Sequence[Copy], digests: _Digests, place: int,
+    by_rank: ByRank,
+) -> GridMismatchError | None:  # fmt: skip
+    """The error that names the first tensor that differs; collective over the group."""
+    device, ranks, named = device_for(group), list(by_rank), name_of(group)
+    if place < 2:
+        who = _holders(ranks, [tuple(row[:2]) for row in by_rank.values()])
+        told = " and ".join(f"{count:g} on {describe_ranks(r)}" for (count, _), r in who)
+        return GridMismatchError(
             f"tensors of which the ranks of group {named!r} should have copies are not the same "
             f"ones: {told}, of parameters and optimizer state"
         )
-    if most[2] == least[2]:
-        return None
     mine = digests.of(copies, digest, device)
     largest, smallest = extremes(mine, group)
     odd = (largest != smallest).nonzero().flatten()
@@ -136,7 +136,9 @@ def _compare(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> 
     who = _holders(ranks, all_gather(mine[first : first + 1], group).tolist())
     others = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
     told = " and ".join(describe_ranks(holding) for _, holding in who)
-    return f"{copies[first].name} differs between {told} of group {named!r}{others}"
+    return GridMismatchError(
+        f"{copies[first].name} differs between {told} of group {named!r}{others}"
+    )
 
 
 def _holders(ranks: Sequence[int], found: Sequence[Any]) -> list[tuple[Any, list[int]]]:

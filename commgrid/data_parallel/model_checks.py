@@ -7,9 +7,9 @@ then the values of all replicas.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.bucket import Lane
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import Slot, State
+from commgrid.equality.comparison import ByRank, Fact, compare, number_of
 from commgrid.equality.digest import device_for, digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
@@ -114,39 +115,40 @@ def compare_models(
         group = lanes[0].group if lanes[0].group.size() > 1 else None
     if group is None:
         return
-    mark = int.from_bytes(hashlib.sha256(repr((mine, options)).encode()).digest()[:7], "big")
-    found = gathered(mark, group)
-    if len(set(found)) > 1:
-        ranks = dist.get_process_group_ranks(group)
-        usual = max(found, key=found.count)
-        odd = [rank for rank, theirs in zip(ranks, found, strict=True) if theirs != usual]
-        raise GridMismatchError(
-            f"ranks {odd} of {ranks} have other parameters than the rest, in names, shapes, "
-            "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
-            f"{len(mine)} parameters"
-        )
-    _compare_options(model, group)
+    options_of = dict(_options_of(model))
+    facts = (
+        Fact(group, [number_of((mine, options))], partial(_other_model, len(mine))),
+        Fact(group, [number_of(options_of)], partial(_other_options, group, options_of)),
+    )
+    wrong, _ = compare(facts, ())
+    if wrong is not None:
+        raise wrong
 
 
-def _compare_options(model: nn.Module, group: ProcessGroup) -> None:
-    """Refuses commgrid's layers with other options on each rank, such as a router's top_k.
+def _other_model(count: int, _: int, by_rank: ByRank) -> GridMismatchError:
+    found = [number for (number,) in by_rank.values()]
+    usual = max(found, key=found.count)
+    odd = [rank for rank, (number,) in by_rank.items() if number != usual]
+    return GridMismatchError(
+        f"ranks {odd} of {list(by_rank)} have other parameters than the rest, in names, shapes, "
+        "dtypes, order or marks, or other arguments of GradientReducer; this rank has "
+        f"{count} parameters"
+    )
 
-    Raises:
-        GridMismatchError: names layer, option and ranks.
-    """
-    mine = dict(_options_of(model))
-    mark = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
-    if len(set(gathered(mark, group))) == 1:
-        return
-    found, ranks = gathered(mine, group), dist.get_process_group_ranks(group)
-    for option, value in found[0].items():
-        for rank, theirs in zip(ranks, found, strict=True):
+
+def _other_options(
+    group: ProcessGroup, mine: dict[str, str], _: int, by_rank: ByRank
+) -> GridMismatchError:
+    """The error that names layer, option and ranks; collective over the group."""
+    (first, some), *others = zip(by_rank, gathered(mine, group), strict=True)
+    for option, value in some.items():
+        for rank, theirs in others:
             if theirs.get(option) != value:
-                raise GridMismatchError(
-                    f"{option} is {value} on rank {ranks[0]} and {theirs.get(option)} on rank "
+                return GridMismatchError(
+                    f"{option} is {value} on rank {first} and {theirs.get(option)} on rank "
                     f"{rank}; give the layers of one model the same options on all ranks"
                 )
-    raise GridMismatchError(f"layers of the model have other options on each of ranks {ranks}")
+    return GridMismatchError(f"layers of the model have other options on each of {list(by_rank)}")
 
 
 def _options_of(model: nn.Module) -> Iterator[tuple[str, str]]:

@@ -18,7 +18,7 @@ done to a gradient is its user's choice, as long as it is done to all copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.group_ref import described
 from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.slot import KeptGradient
-from commgrid.equality.comparison import Fact, ends_of, first_place
+from commgrid.equality.comparison import ByRank, Fact, ends_of, first_place
 from commgrid.errors import GridMismatchError
 from commgrid.torch_compat.messages import version_of
 
@@ -190,7 +190,7 @@ def _differs(tolerance: float, largest: Tensor, smallest: Tensor) -> int | None:
     return first_place(apart & is_clipped)
 
 
-def _apart(row: int, by_rank: Mapping[int, Sequence[float]]) -> GridMismatchError:
+def _apart(row: int, by_rank: ByRank) -> GridMismatchError:
     (least, low), (most, high) = ends_of(by_rank, 5 * row + _FACTOR)
     return GridMismatchError(
         f"rank {low} has scaled its gradients by {least:.4g} after finish(), and rank {high} "
@@ -207,7 +207,7 @@ def _other_sizes(tolerance: float, largest: Tensor, smallest: Tensor) -> int | N
 
 
 def _edited_apart(
-    group: ProcessGroup, pieces: Sequence[GradientPart], place: int, _: Mapping[int, list[float]]
+    group: ProcessGroup, pieces: Sequence[GradientPart], place: int, _: ByRank
 ) -> GridMismatchError:
     return GridMismatchError(
         f"the gradient of {pieces[place // 2].slot.placement} was equal on the ranks of "
@@ -224,9 +224,7 @@ def _any_scaled(largest: Tensor, _: Tensor) -> int | None:
     return first_place(~largest.view(-1, 6)[:, 1:][:, _NORMS].isnan().any(1))
 
 
-def _stages_apart(
-    tolerance: float, _: int, by_rank: Mapping[int, Sequence[float]]
-) -> GridMismatchError | None:
+def _stages_apart(tolerance: float, _: int, by_rank: ByRank) -> GridMismatchError | None:
     """The error if stages have scaled gradients of one optimizer group to the same norm."""
     groups: dict[float, dict[int, list[float]]] = {}
     for rank, numbers in by_rank.items():

@@ -18,7 +18,6 @@ fixed order differ in the last bits.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,7 +35,7 @@ from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.scaling import Held, Scaling
 from commgrid.data_parallel.slot import KeptGradient, Slot
-from commgrid.equality.comparison import Fact, compare, ends_of, first_place
+from commgrid.equality.comparison import ByRank, Fact, compare, ends_of, first_place, number_of
 from commgrid.equality.digest import device_for, digest
 from commgrid.equality.inputs import InputRecord
 from commgrid.errors import CommGridError, GridMismatchError
@@ -183,7 +182,7 @@ class StepComparison:
         yield from self._facts_of_edits()
         if self._step and self._alike_stage is not None:
             error = partial(_partly_stepped, self._alike_stage)
-            yield Fact(self._alike_stage, _fp64([float(bool(self._options))]), error)
+            yield Fact(self._alike_stage, [float(bool(self._options))], error)
         for group in self._input_groups:
             yield from self._inputs.facts(group)
         for group in self._sharded_over():
@@ -198,9 +197,9 @@ class StepComparison:
         for group, slots in self._alike.items():
             found = [self._options.get(id(slot.parameter), (torch.nan, {})) for slot in slots]
             error = partial(_other_options, group, slots, [each for _, each in found])
-            yield Fact(group, _fp64([number for number, _ in found]), error)
+            yield Fact(group, [number for number, _ in found], error)
         for group in self._lines:
-            yield Fact(group, _fp64([divisor]), partial(_other_counts, group), _other_divisor)
+            yield Fact(group, [divisor], partial(_other_counts, group), _other_divisor)
 
     def _sharded_over(self) -> Iterator[ProcessGroup]:
         """The groups over which any rank has sharded a batch, by the grid's names; collective."""
@@ -233,7 +232,7 @@ class StepComparison:
         norms = torch.where(is_finite, high[:, 0], 0.0)
         self._largest[group] = max(self._largest.get(group, 0.0), float(norms.max()))
         kinds = (piece.slot.parameter.dtype for piece in pieces)
-        tolerances = _fp64([_TOLERANCES.get(kind, _HALF_TOLERANCE) for kind in kinds])
+        tolerances = torch.tensor([_TOLERANCES.get(each, _HALF_TOLERANCE) for each in kinds])
         apart = ((high - low) > (tolerances * norms)[:, None]).any(1)
         return first_place(apart & (norms > _NEGLIGIBLE * self._largest[group]))
 
@@ -293,10 +292,6 @@ def _partial_of_user(model: nn.Module, slots: Sequence[Slot]) -> dict[int, Proce
     return found
 
 
-def _fp64(numbers: Sequence[float]) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.float64)
-
-
 def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, dict[str, str]]:
     """The options of a group that change numbers, and a number for them."""
     kinds = bool | int | float | str | tuple | list | None  # type: ignore[type-arg]
@@ -307,8 +302,7 @@ def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, 
         if key not in _IMPLEMENTATION and isinstance(value, kinds)
     }  # fmt: skip
     told["class"] = type(optimizer).__name__
-    hashed = hashlib.sha256(repr(told).encode()).digest()[:6]
-    return float(int.from_bytes(hashed, "big")), told
+    return number_of(told), told
 
 
 def _fingerprints(pieces: Sequence[GradientPart], held: Held) -> Tensor:
@@ -333,8 +327,6 @@ def _signs(count: int, device: torch.device) -> Tensor:
 
 
 # -- errors -------------------------------------------------------------------------------
-
-ByRank = Mapping[int, Sequence[float]]
 
 
 def _other_divisor(largest: Tensor, smallest: Tensor) -> int | None:

@@ -9,6 +9,7 @@ A number that is NaN says nothing: only ranks with a number are compared.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,9 @@ from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.equality.digest import device_for
 from commgrid.errors import CommGridError, GridMismatchError
 
-Error = Callable[[int, Mapping[int, list[float]]], CommGridError | None]
+ByRank = Mapping[int, Sequence[float]]
+"""Each rank's numbers of a fact."""
+Error = Callable[[int, ByRank], CommGridError | None]
 """Makes the error of a fact from the first place that differs and each rank's numbers; None: the
 numbers of all ranks show that it is right."""
 Differs = Callable[[Tensor, Tensor], int | None]
@@ -36,13 +39,13 @@ class Fact:
 
     Args:
         group: all of its ranks give the same facts in one order.
-        numbers: (n,) in fp64 on the CPU; NaN: this rank has none.
+        numbers: exact in fp64, as many on every rank; NaN: this rank has none.
         error: of numbers that differ.
         differs: None: any difference counts.
     """
 
     group: ProcessGroup
-    numbers: Tensor
+    numbers: Tensor | Sequence[float]
     error: Error
     differs: Differs | None = None
 
@@ -57,12 +60,15 @@ def first_place(is_wrong: Tensor) -> int | None:
     return int(is_wrong.nonzero()[0]) if bool(is_wrong.any()) else None
 
 
-def ends_of(
-    by_rank: Mapping[int, Sequence[float]], place: int
-) -> tuple[tuple[float, int], tuple[float, int]]:
+def ends_of(by_rank: ByRank, place: int) -> tuple[tuple[float, int], tuple[float, int]]:
     """The smallest and the largest number in one place, each with a rank that has it."""
     known = [(row[place], rank) for rank, row in by_rank.items() if not math.isnan(row[place])]
     return min(known), max(known)
+
+
+def number_of(value: object) -> float:
+    """A whole number below 2^52, exact in fp64, that depends on the text of a value."""
+    return float(int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 12)
 
 
 def compare(
@@ -93,17 +99,18 @@ def compare(
 
 
 def _compare(group: ProcessGroup, facts: list[Fact]) -> CommGridError | None:
-    numbers = torch.cat([fact.numbers for fact in facts])
+    given = [torch.as_tensor(fact.numbers, dtype=torch.float64) for fact in facts]
+    numbers = torch.cat(given)
     both = torch.cat([numbers, -numbers])
     both = torch.where(both.isnan(), -torch.inf, both).to(device_for(group))
     ends = all_reduce(both, group, op="max").cpu()
     largest, smallest = torch.where(ends == -torch.inf, torch.nan, ends).chunk(2)
-    sizes = [len(fact.numbers) for fact in facts]
-    parts = zip(facts, torch.split(largest, sizes), torch.split(-smallest, sizes), strict=True)
-    for fact, high, low in parts:
+    sizes = [len(each) for each in given]
+    ends_of_each = zip(torch.split(largest, sizes), torch.split(-smallest, sizes), strict=True)
+    for fact, own, (high, low) in zip(facts, given, ends_of_each, strict=True):
         place = (fact.differs or exactly)(high, low)
         if place is not None:
-            rows = all_gather(fact.numbers.to(device_for(group)), group).view(group.size(), -1)
+            rows = all_gather(own.to(device_for(group)), group).view(group.size(), -1)
             ranks = dist.get_process_group_ranks(group)
             told = fact.error(place, dict(zip(ranks, rows.tolist(), strict=True)))
             if told is not None:

@@ -9,7 +9,7 @@ GradientReducer compares them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from zlib import crc32
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef, described
-from commgrid.equality.comparison import Fact, ends_of, first_place
+from commgrid.equality.comparison import ByRank, Fact, ends_of, first_place
 from commgrid.equality.digest import digest
 from commgrid.errors import GridMismatchError
 
@@ -69,7 +69,7 @@ class InputRecord:
     def facts(self, group: ProcessGroup) -> Iterator[Fact]:
         """The number of inputs of a group's layers, and their values, as facts; forgets them."""
         names, values, count = self._take((group, False))
-        yield Fact(group, torch.tensor([count], dtype=torch.float64), partial(_other_calls, group))
+        yield Fact(group, [count], partial(_other_calls, group))
         yield Fact(group, values, partial(_other_values, group, names), _first_input)
 
     def has_batches(self, group: ProcessGroup) -> bool:
@@ -110,9 +110,7 @@ def _first_input(largest: Tensor, smallest: Tensor) -> int | None:
     return first_place(apart.any(1) | (high[:, 0] > low[:, 0]))
 
 
-def _other_calls(
-    group: ProcessGroup, _: int, by_rank: Mapping[int, list[float]]
-) -> GridMismatchError:
+def _other_calls(group: ProcessGroup, _: int, by_rank: ByRank) -> GridMismatchError:
     (fewest, low), (most, high) = ends_of(by_rank, 0)
     return GridMismatchError(
         f"the ranks of {described(group)} have called its layers {fewest:g} to {most:g} times "
@@ -122,7 +120,7 @@ def _other_calls(
 
 
 def _other_values(
-    group: ProcessGroup, names: Sequence[str], place: int, _: Mapping[int, list[float]]
+    group: ProcessGroup, names: Sequence[str], place: int, _: ByRank
 ) -> GridMismatchError:
     return GridMismatchError(
         f"the ranks of {described(group)} have different values of {names[place]}, and compute one "
@@ -134,7 +132,7 @@ def _other_values(
 
 
 def _other_batch(
-    group: ProcessGroup, names: Sequence[str], place: int, _: Mapping[int, list[float]]
+    group: ProcessGroup, names: Sequence[str], place: int, _: ByRank
 ) -> GridMismatchError:
     return GridMismatchError(
         f"the ranks of {described(group)} have sharded different values of {names[place]}, and "
