@@ -23,11 +23,15 @@ def first_order(who: str) -> Callable[[Backward], Backward]:
 
     Args:
         who: the layer or call, for the message.
+
+    The backward finds `ctx.makes_graph` where a graph of its result is asked for.
     """
 
     def decorate(backward: Backward) -> Backward:
         @wraps(backward)
         def once(ctx: Any, *gradients: Any) -> Any:
+            if torch.is_grad_enabled():
+                ctx.makes_graph = True
             with torch.no_grad():
                 made = backward(ctx, *gradients)
             if not torch.is_grad_enabled():

@@ -288,8 +288,7 @@ class Slot:
         """
         parameter: Any = self.parameter
         seen = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        is_other = torch.is_grad_enabled() or _stream(parameter) != self._stream
-        if self.reducer is None or seen or is_other:
+        if self.reducer is None or seen or _stream(parameter) != self._stream:
             return None
         try:
             if not torch._C._will_engine_execute_node(self._hooks[0]):

@@ -36,7 +36,7 @@ from commgrid.errors import ShapeError, SpecError
 from commgrid.parameters import ShardedModule, mark_parameters
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw, has_numbers, other_random_state, seed_of
-from commgrid.tensor_parallel.matmul import wanted
+from commgrid.tensor_parallel.matmul import add_product, buffer_of, wanted
 
 Activation = Callable[[Tensor], Tensor]
 """Elementwise, such as F.gelu or F.silu."""
@@ -277,8 +277,8 @@ class _Experts(torch.autograd.Function):
         dy = dy.contiguous()
         dx = torch.empty_like(x) if needs_x and ctx.parts[0].expert is not None else None
         dweights = torch.empty_like(weights)
-        dup = ExpertWeightGradient(up, dy) if needs_up else None
-        ddown = ExpertWeightGradient(down, dy) if needs_down else None
+        dup = ExpertWeightGradient(ctx, up, dy) if needs_up else None
+        ddown = ExpertWeightGradient(ctx, down, dy) if needs_down else None
         with _replayed(ctx.random_states, x):
             for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
                 own = part.own
@@ -365,15 +365,17 @@ class ExpertWeightGradient:
     """∂W = ∂yᵀ x of each expert, of a weight (experts, …, i), of which … makes o.
 
     Args:
+        ctx: of the running backward.
         weight: whose shape the gradient has.
         dy: whose dtype it is computed in.
 
     Attributes:
-        result: the gradient of W; None: no piece was added.
+        result: the gradient of W; None: no piece was added, or it is in the reducer's buffer.
     """
 
-    def __init__(self, weight: Tensor, dy: Tensor) -> None:
+    def __init__(self, ctx: Any, weight: Tensor, dy: Tensor) -> None:
         self._weight, self._dtype = weight, dy.dtype
+        self._into = buffer_of(ctx, weight)
         self.result: Tensor | None = None
 
     def add(self, part: RowBlock, dy: Tensor, x: Tensor) -> None:
@@ -384,7 +386,14 @@ class ExpertWeightGradient:
             for expert, count in enumerate(part.counts):
                 if not count:
                     made[expert].zero_()  # which a kernel without any rows need not write
-            self.result = made.view(self._weight.shape)
+            made = made.view(self._weight.shape)
+            if self._into is None:
+                self.result = made
+            else:
+                self._into.add_(made)
+            return
+        if self._into is not None:
+            add_product(self._into[part.expert].view(dy.shape[1], -1), dy, x)
             return
         if self.result is None:
             self.result = torch.empty_like(self._weight, dtype=self._dtype)

@@ -110,8 +110,8 @@ class _ColumnMatmul(torch.autograd.Function):
                 reducing = start_reduce_scatter(dx, group, sequence_dim)
         rows = _rows(x if gathering is None else gathering.wait())
         gradients: list[Tensor | None] = []
-        for i, dy in enumerate(flat):
-            gradients.append(weight_gradient(dy, rows) if needs[2 * i] else None)
+        for i, (dy, weight) in enumerate(zip(flat, weights, strict=True)):
+            gradients.append(weight_gradient(ctx, weight, dy, rows) if needs[2 * i] else None)
             gradients.append(dy.sum(0) if needs[2 * i + 1] else None)
         return (reducing.wait() if reducing is not None else None, None, None, *gradients)
 
@@ -145,7 +145,7 @@ class _RowMatmul(torch.autograd.Function):
             dy = start_all_gather(dy, ctx.group, ctx.sequence_dim).wait()
         rows = _rows(dy)
         dx = (rows @ weight.to(rows.dtype)).view(x.shape) if needs_x else None
-        dw = weight_gradient(rows, _rows(x)) if needs_weight else None
+        dw = weight_gradient(ctx, weight, rows, _rows(x)) if needs_weight else None
         return dx, dw, db, None, None
 
 
@@ -175,9 +175,39 @@ def _will_run(node: Any) -> bool:
         return True
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """∂W = ∂yᵀ x, (o, i), from rows of tokens ∂y (t, o) and x (t, i)."""
-    return dy.t() @ x.to(dy.dtype)  # under autocast y and ∂y have another dtype than x and W
+def weight_gradient(ctx: Any, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
+    """∂W = ∂yᵀ x, (o, i), from rows of tokens ∂y (t, o) and x (t, i); None: it was added."""
+    x = x.to(dy.dtype)  # under autocast y and ∂y have another dtype than x and W
+    into = buffer_of(ctx, weight)
+    if into is None:
+        return dy.t() @ x
+    add_product(into, dy, x)
+    return None
+
+
+def buffer_of(ctx: Any, weight: Tensor) -> Tensor | None:
+    """The buffer to which a backward may add a weight's gradient, and then return None for it.
+
+    A parameter's GradientReducer has one, unless hooks are to see the gradient, or a graph of it is
+    asked for; None: autograd is given the gradient.
+
+    Args:
+        ctx: of the running backward, which is `first_order`.
+        weight: as it was saved.
+    """
+    if torch.compiler.is_compiling() or getattr(ctx, "makes_graph", False):
+        return None
+    owner: Any = getattr(weight, "grad_owner", None)
+    into: Tensor | None = owner.open() if owner is not None else None
+    return into
+
+
+def add_product(into: Tensor, dy: Tensor, x: Tensor) -> None:
+    """Add ∂yᵀ x, computed in the dtype of ∂y and x, to a buffer (o, i)."""
+    if into.dtype == dy.dtype:
+        into.addmm_(dy.t(), x)
+    else:
+        into.add_(dy.t() @ x)
 
 
 def _rows(x: Tensor) -> Tensor:
