@@ -22,7 +22,7 @@ from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.bucket import Lane
 from commgrid.data_parallel.groups import ReductionGroups
-from commgrid.data_parallel.slot import Slot, State
+from commgrid.data_parallel.slot import Slot, State, slot_of
 from commgrid.equality.comparison import ByRank, Fact, compare, number_of
 from commgrid.equality.digest import device_for, digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
@@ -31,6 +31,38 @@ from commgrid.parameters import Placement, foreign_slice
 from commgrid.replicas import Copy, differing
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat.world import FAKE
+
+
+def check_free(trained: Iterable[Placement]) -> None:
+    """Refuses parameters whose gradients FSDP2 or another reducer averages.
+
+    Raises:
+        SpecError: names the parameter.
+    """
+    for placement in trained:
+        if isinstance(placement.parameter, DTensor):
+            raise SpecError(
+                f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
+                "GradientReducer out, and take data_parallel.clip_gradients for the norm"
+            )
+        slot = slot_of(placement.parameter)
+        if slot is not None and not _is_let_go(slot):
+            raise SpecError(
+                f"{placement} has another GradientReducer already; call its close() first"
+            )
+
+
+def _is_let_go(slot: Slot) -> bool:
+    """Whether only modules kept a slot's reducer; it ends with this look, as at its close()."""
+    reducer = slot.reducer
+    if reducer is not None:
+        reducer.keep(False)
+    del reducer
+    kept = slot.reducer
+    if kept is not None:
+        kept.keep()
+    return kept is None
+
 
 _FUSING = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 """Attributes of megatron-core's and Transformer Engine's layers that add to `weight.main_grad`."""
@@ -192,7 +224,9 @@ def changed(model: nn.Module, slots: Iterable[Slot]) -> CommGridError | None:
 def changed_after_sending(slots: Iterable[Slot]) -> CommGridError | None:
     """The error for a `.grad` that was replaced while its sum was under way."""
     for slot in slots:
-        if slot.state in (State.SENT, State.ABSENT) and not slot.is_as_sent:
+        gradient, is_sent = slot.parameter.grad, slot.state is State.SENT
+        left = (slot.view, slot.placeholder) if is_sent else (None, slot.handed_out)
+        if slot.is_in_flight and gradient is not left[0] and gradient is not left[1]:
             return CommGridError(
                 f".grad of {slot.placement} was set after backward had begun to sum it "
                 "with other ranks', and before finish(); change gradients after finish(), "

@@ -21,6 +21,7 @@ kernels precede backward's kernels that wait for a free multiprocessor.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,8 +29,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.distributed.tensor import DTensor
 
 from commgrid.data_parallel.bucket import GradientPart, make_lanes, pieces_of
 from commgrid.data_parallel.gathers import Updater
@@ -39,6 +38,7 @@ from commgrid.data_parallel.model_checks import (
     broadcast_values,
     changed,
     changed_after_sending,
+    check_free,
     check_grid,
     check_lanes,
     check_own,
@@ -48,21 +48,18 @@ from commgrid.data_parallel.model_checks import (
 )
 from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
 from commgrid.data_parallel.reduction import Reductions
-from commgrid.data_parallel.slot import KeptGradient, Slot, is_capturing, slot_of
+from commgrid.data_parallel.slot import KeptGradient, Slot, is_capturing
 from commgrid.data_parallel.step_checks import STEP_HOOKS
 from commgrid.data_parallel.step_comparison import StepComparison
 from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_not_told
 from commgrid.errors import CommGridError, SpecError, UnknownGroupError
-from commgrid.parameters import Placement, placements
+from commgrid.parameters import placements
 from commgrid.parameters.placement import shared_last
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
 ParameterGroup = Iterable[Tensor] | Mapping[str, Any]
 """Parameters of a model, or an optimizer's group of them."""
-
-NOT_FINITE = ("keep", "skip", "raise")
-UNUSED = ("refuse", "zero")
 Count = float | Tensor | None
 
 
@@ -129,11 +126,8 @@ class GradientReducer:
         unused: str = "refuse",
         frozen: bool = False,
     ) -> None:
-        for name, given, known in (
-            ("not_finite", not_finite, NOT_FINITE), ("unused", unused, UNUSED)
-        ):  # fmt: skip
-            if given not in known:
-                raise SpecError(f"{name}={given!r}: expected one of {', '.join(known)}")
+        _check_known("not_finite", not_finite, "keep", "skip", "raise")
+        _check_known("unused", unused, "refuse", "zero")
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
         self.group = self._grid.get_group(group)
@@ -143,7 +137,9 @@ class GradientReducer:
             p for p in everything
             if p.parameter.requires_grad or (frozen and p.parameter.is_floating_point())
         ]  # fmt: skip
-        _check_free(trained)
+        check_free(trained)
+        if _REDUCERS:
+            gc.collect()  # models that are gone take theirs with them
         check_own(model, self._grid)
         check_grid(everything, self._grid)
         self.lanes, self.buckets = make_lanes(
@@ -166,7 +162,7 @@ class GradientReducer:
         self._is_exact = self.after_step = False
         self._synchronizing = True
         parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
-        whole, self._has_whole = self._whole_group()
+        whole, self._missing = self._whole_group()
         self._verdict = SyncResult(
             self.lanes, self.buckets, self.pieces, self.group, self.groups.dense,
             whole=whole, parts=parts, model=model, lopsided=unused == "zero",
@@ -187,7 +183,7 @@ class GradientReducer:
         STEP_HOOKS.add_user()
         self._detach = weakref.finalize(self, _detach, self.slots)
         self._modules = list(model.modules())
-        self._remember()
+        self.keep()
 
     @property
     def slots(self) -> list[Slot]:
@@ -199,19 +195,15 @@ class GradientReducer:
         self._detach()
         self._comparison.close()
         _REDUCERS.discard(self)
-        self._forget()
+        self.keep(False)
 
-    def _remember(self) -> None:
-        """Makes it live as long as any module of its model, unless it is closed before."""
+    def keep(self, keeps: bool = True) -> None:
+        """Has the model's modules keep it, or lets it end with the last variable that has it."""
         for module in self._modules:
-            vars(module).setdefault("_gradient_reducers", _Kept()).append(self)
-
-    def _forget(self) -> None:
-        """Lets it end with the last variable that has it."""
-        for module in self._modules:
-            kept = vars(module).get("_gradient_reducers", ())
-            if self in kept:
-                kept.remove(self)
+            kept = vars(module).setdefault("_gradient_reducers", _Kept())
+            kept.pop(self, None)
+            if keeps:
+                kept[self] = None
 
     @property
     def optimizer(self) -> Updater | None:
@@ -242,16 +234,15 @@ class GradientReducer:
         """Called when an optimizer is about to use gradients."""
         self._comparison.before_step(optimizer, self.held, is_first=not self.after_step)
 
-    def _whole_group(self) -> tuple[ProcessGroup | None, bool]:
-        """The ranks that together hold every gradient, and whether that group was created."""
+    def _whole_group(self) -> tuple[ProcessGroup | None, UnknownGroupError | None]:
+        """The ranks that together hold every gradient, and the error if there is no such group."""
+        used = self.groups.used
         try:
-            return norm_group(
-                self._grid, self.groups.dense, self.groups.used, sharded=self.shard
-            ), True
-        except UnknownGroupError:
+            return norm_group(self._grid, self.groups.dense, used, sharded=self.shard), None
+        except UnknownGroupError as error:
             if self._not_finite != "keep":
                 raise
-            return None, False
+            return None, error.with_traceback(None)
 
     # -- during backward ----------------------------------------------------------------
 
@@ -265,7 +256,7 @@ class GradientReducer:
                 "GradientReducer, or train without graphs"
             )
         bucket = self._bucket_of[slot]
-        optimizer = self._optimizer() if self._optimizer is not None else None
+        optimizer = self.optimizer
         if optimizer is not None:
             optimizer.gathers.check(bucket, slot.placement)
         slot.take_in()
@@ -401,10 +392,8 @@ class GradientReducer:
             SpecError: a parameter that the reducer does not have.
         """
         self._check_reduced("gradient_norm() or clip_gradients() was called")
-        if not self._has_whole:
-            norm_group(
-                self._grid, self.groups.dense, sharded=self.shard
-            )  # which says what is missing
+        if self._missing is not None:
+            raise self._missing
         wanted = self._ids_of(group)
         held = [
             self.held(piece) if id(piece.slot.parameter) in wanted else None
@@ -490,41 +479,19 @@ FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
 _REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
-class _Kept(list[GradientReducer]):
+class _Kept(dict[GradientReducer, None]):
     """Reducers that live as long as a module; not copied or pickled with it."""
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()
 
 
+def _check_known(name: str, given: str, *known: str) -> None:
+    if given not in known:
+        raise SpecError(f"{name}={given!r}: expected one of {', '.join(known)}")
+
+
 def _detach(slots: list[Slot]) -> None:
     for slot in slots:
         slot.release()
     STEP_HOOKS.remove_user()
-
-
-def _check_free(trained: Iterable[Placement]) -> None:
-    """Refuse parameters whose gradients FSDP2 or another reducer averages."""
-    for placement in trained:
-        if isinstance(placement.parameter, DTensor):
-            raise SpecError(
-                f"{placement} is a DTensor, whose gradients FSDP2 averages itself; leave the "
-                "GradientReducer out, and take data_parallel.clip_gradients for the norm"
-            )
-        slot = slot_of(placement.parameter)
-        if slot is not None and not _is_let_go(slot):
-            raise SpecError(
-                f"{placement} has another GradientReducer already; call its close() first"
-            )
-
-
-def _is_let_go(slot: Slot) -> bool:
-    """Whether nothing but modules keeps a slot's reducer; it ends then, as at its close()."""
-    reducer = slot.reducer
-    if isinstance(reducer, GradientReducer):
-        reducer._forget()
-    del reducer
-    kept = slot.reducer
-    if isinstance(kept, GradientReducer):
-        kept._remember()
-    return kept is None

@@ -121,6 +121,7 @@ class Reducer(Protocol):
 
     def arrived(self, slot: Slot) -> None: ...
     def before_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+    def keep(self, keeps: bool = True) -> None: ...
     def weights_loaded(self) -> None: ...
     def wait_for_weights(self) -> None: ...
 
@@ -177,6 +178,11 @@ class Slot:
     def stop(self) -> int:
         """The element after its last one in the bucket."""
         return self.start + self.parameter.numel()
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether its bucket is being summed."""
+        return self.state in (State.SENT, State.ABSENT)
 
     @property
     def is_unreduced(self) -> bool:
@@ -239,7 +245,7 @@ class Slot:
         reducer, parameter = self.reducer, self.parameter
         if reducer is None:
             return
-        if self.state in (State.SENT, State.ABSENT):
+        if self.is_in_flight:
             raise CommGridError(
                 f"backward reached {self.placement} again before finish(); call finish() after "
                 "each backward, wrap all microbatches but the last in no_sync(), checkpoint "
@@ -314,14 +320,6 @@ class Slot:
             self.held_back = self.view.clone()
         self.state = State.ABSENT
         return False
-
-    @property
-    def is_as_sent(self) -> bool:
-        """Whether `.grad` is what `send` left there."""
-        gradient = self.parameter.grad
-        if self.state is State.SENT:
-            return gradient is self.view or gradient is self.placeholder
-        return gradient is None or gradient is self.handed_out
 
     # -- after finish -------------------------------------------------------------------
 
