@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from commgrid.data_parallel.bucket import GradientPart, make_lanes, pieces_of
 from commgrid.data_parallel.gathers import Updater
@@ -200,7 +201,8 @@ class GradientReducer:
     def keep(self, keeps: bool = True) -> None:
         """Has the model's modules keep it, or lets it end with the last variable that has it."""
         for module in self._modules:
-            kept = vars(module).setdefault("_gradient_reducers", _Kept())
+            own = vars(module)
+            kept = own["_gradient_reducers"] = own.get("_gradient_reducers") or _Kept()
             kept.pop(self, None)
             if keeps:
                 kept[self] = None
@@ -482,8 +484,8 @@ _REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 class _Kept(dict[GradientReducer, None]):
     """Reducers that live as long as a module; not copied or pickled with it."""
 
-    def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
-        return _Kept, ()
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
 
 
 def _check_known(name: str, given: str, *known: str) -> None:
