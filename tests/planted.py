@@ -538,7 +538,7 @@ MUTANTS = (
         "commgrid/cli/show_sharding.py",
         "found += [int(length)] * int(times)",
         "found += [int(length)]",
-        ("tests/context_parallel/test_sharding_picture.py",),
+        ("tests/viz/test_sharding_picture.py",),
     ),
     # -- copies ------------------------------------------------------------------------------
     Mutant(

@@ -7,10 +7,9 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from commgrid.context_parallel.balance import Mask, balance, pairs_of
-from commgrid.context_parallel.drawing import draw_ranges
 from commgrid.context_parallel.ranges import count
-from commgrid.context_parallel.sharding_picture import draw_sharding
 from commgrid.errors import SpecError
+from commgrid.viz.sharding_picture import draw_ranges, draw_sharding
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,6 +45,7 @@ class ShownSharding:
         self.lengths = _lengths(args.sharding)
         self.mask = _mask(args.mask)
         self.held = balance(self.lengths, args.cp, self.mask)
+        self.pairs = [pairs_of(self.lengths, own, self.mask) for own in self.held]
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -55,17 +55,17 @@ class ShownSharding:
                 {
                     "ranges": [list(one) for one in own],
                     "tokens": count(own),
-                    "pairs": pairs_of(self.lengths, own, self.mask),
+                    "pairs": pairs,
                 }
-                for own in self.held
+                for own, pairs in zip(self.held, self.pairs, strict=True)
             ],
         }
 
     def as_text(self) -> str:
-        return draw_ranges(self.lengths, self.held, self.mask)
+        return draw_ranges(self.lengths, self.held, self.pairs)
 
     def draw(self) -> Figure:
-        return draw_sharding(self.lengths, self.held, self.mask)
+        return draw_sharding(self.lengths, self.held, self.pairs, str(self.mask))
 
 
 def _lengths(text: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from commgrid.context_parallel.balance import Mask, balanced
 from commgrid.context_parallel.choice import WAYS, Choice, choose
-from commgrid.context_parallel.drawing import explain
+from commgrid.context_parallel.explanation import explain
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.on_demand import on_demand
 

@@ -1,22 +1,27 @@
 """Shardings of packed documents, in letters and as a picture: what is shown is what is held."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from commgrid import SpecError
 from commgrid.cli import main
-from commgrid.context_parallel.balance import Mask, balance, balanced
-from commgrid.context_parallel.drawing import draw_ranges
+from commgrid.context_parallel.balance import Mask, Ranges, balance, balanced, pairs_of
 from commgrid.viz.figure import colour
+from commgrid.viz.sharding_picture import draw_ranges, draw_sharding
 
 LENGTHS = [30, 4, 9, 1, 20, 11]
 
 
+def pairs(held: Sequence[Ranges], mask: Mask | None = None) -> list[int]:
+    return [pairs_of(LENGTHS, own, mask or Mask()) for own in held]
+
+
 def test_letters_stand_where_a_rank_holds_a_position() -> None:
     held = balanced(LENGTHS, 3)
-    top, *rows = draw_ranges(LENGTHS, held, width=100).splitlines()
+    top, *rows = draw_ranges(LENGTHS, held, pairs(held), width=100).splitlines()
     assert top.split()[1] == "0" + "-" * 29 + "1---2--------34" + "-" * 19 + "5" + "-" * 10
     assert len(rows) == 3
     for rank, row in enumerate(rows):
@@ -32,7 +37,9 @@ def test_letters_stand_where_a_rank_holds_a_position() -> None:
 def test_a_column_of_a_long_sequence_stands_for_several_positions(width: int) -> None:
     held = balanced(LENGTHS, 2)
     step = -(-sum(LENGTHS) // width)
-    for rank, row in enumerate(draw_ranges(LENGTHS, held, width=width).splitlines()[1:]):
+    for rank, row in enumerate(
+        draw_ranges(LENGTHS, held, pairs(held), width=width).splitlines()[1:]
+    ):
         letters = row.split()[2]
         assert len(letters) <= width
         own = {p for start, stop in held[rank] for p in range(start, stop)}
@@ -47,12 +54,10 @@ def test_a_picture_has_every_piece_in_its_documents_colour() -> None:
     from matplotlib.collections import PolyCollection
     from matplotlib.colors import to_hex
 
-    from commgrid.context_parallel.sharding_picture import draw_sharding
-
     mask = Mask(window=8)
     held = balance(LENGTHS, 3, mask)
     document = [number for number, length in enumerate(LENGTHS) for _ in range(length)]
-    figure = draw_sharding(LENGTHS, held, mask)
+    figure = draw_sharding(LENGTHS, held, pairs(held, mask), str(mask))
     where, share = figure.axes
     assert "75 tokens in 6 documents over 3 ranks, window 8" in where.get_title(loc="left")
     rows = [one for one in where.collections if isinstance(one, PolyCollection)]
@@ -71,7 +76,8 @@ def test_a_picture_has_every_piece_in_its_documents_colour() -> None:
 
 def test_the_command_line_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "--sharding", "30,4,9,1,20,11", "--cp", "3"]) == 0
-    assert capsys.readouterr().out.rstrip() == draw_ranges(LENGTHS, balanced(LENGTHS, 3))
+    held = balanced(LENGTHS, 3)
+    assert capsys.readouterr().out.rstrip() == draw_ranges(LENGTHS, held, pairs(held))
     assert main(["show", "--sharding", "5x3,2", "--cp", "2", "--mask", "full", "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert said["lengths"] == [5, 5, 5, 2]
@@ -109,4 +115,4 @@ def test_what_cannot_be_shown_is_said(
 
 def test_a_width_of_nothing_is_an_error() -> None:
     with pytest.raises(SpecError, match="width=0: expected 1 column"):
-        draw_ranges([4], balanced([4], 2), width=0)
+        draw_ranges([4], balanced([4], 2), [10, 0], width=0)
