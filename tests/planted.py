@@ -352,16 +352,30 @@ MUTANTS = (
     Mutant(
         "heads go back to positions in the order they came in",
         "commgrid/context_parallel/heads.py",
-        "rows = take_runs(x.permute(2, 0, 1, 3), inverse(exchange.order))",
-        "rows = take_runs(x.permute(2, 0, 1, 3), exchange.order)",
+        "rows = take_runs(x.permute(2, 0, 1, 3), inverse(levels.order))",
+        "rows = take_runs(x.permute(2, 0, 1, 3), levels.order)",
         ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
     ),
     Mutant(
         "a ring across nodes takes the rank's place inside",
         "commgrid/context_parallel/heads.py",
-        "ring_steps(merged.ranges, merged.documents, rank // inner, mask)",
-        "ring_steps(merged.ranges, merged.documents, rank % inner, mask)",
+        "ring_steps(across.ranges, across.documents, rank // inner, mask)",
+        "ring_steps(across.ranges, across.documents, rank % inner, mask)",
         ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
+    ),
+    Mutant(
+        "a batch that one rank shards alone is taken for the next of the others",
+        "commgrid/equality/inputs.py",
+        "            self._not_compared.add(group)\n",
+        "            pass\n",
+        ("tests/context_parallel/test_batches_agree.py",),
+    ),
+    Mutant(
+        "an all-gather starts the messages of two steps",
+        "commgrid/context_parallel/parallel_attention.py",
+        'ahead = members.size() if way == "allgather" else 1',
+        'ahead = 2 if way == "allgather" else 1',
+        ("tests/context_parallel/test_ways.py",),
     ),
     # -- expert ------------------------------------------------------------------------------
     Mutant(

@@ -13,7 +13,7 @@ from commgrid.bridge.contract import Contract
 from commgrid.bridge.headers import LENGTH, PendingGradients
 from commgrid.bridge.links import Addressed, BridgeLinks
 from commgrid.bridge.plan import BridgeMessage
-from commgrid.context_parallel.balance import Ranges
+from commgrid.context_parallel.ranges import Ranges
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.torch_compat import world as torch_world
 

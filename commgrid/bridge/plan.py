@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 
-from commgrid.context_parallel.balance import Ranges
-from commgrid.context_parallel.ranges import count, meet, runs_of
+from commgrid.context_parallel.ranges import Ranges, count, meet, runs_of
 
 Place = tuple[int, ...]
 """An index along each dim that is cut."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from commgrid.bridge.plan import BridgeSide, Place, even, one_by_one
-from commgrid.context_parallel.balance import Ranges
+from commgrid.context_parallel.ranges import Ranges
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError
 from commgrid.layout.axis_names import nearest

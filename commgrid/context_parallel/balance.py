@@ -22,13 +22,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+from commgrid.context_parallel.ranges import Range, Ranges, pieces, union
 from commgrid.errors import SpecError
-
-Range = tuple[int, int]
-"""Start and stop of consecutive positions of the packed sequence."""
-
-Ranges = tuple[Range, ...]
-"""Ranges of one rank: disjoint, ascending, none adjacent."""
 
 
 @dataclass(frozen=True)
@@ -123,11 +118,11 @@ def balance(lengths: Iterable[int], parts: int, mask: Mask) -> tuple[Ranges, ...
     if parts < 1:
         raise SpecError(f"parts={parts}: expected 1 rank or more")
     ends = list(accumulate(sizes))
-    pieces = [
+    documents = [
         _Piece(end - size, end, end - size, size) for size, end in zip(sizes, ends, strict=True)
     ]
-    circle = _Circle(pieces, [mask.pairs(size, size) for size in sizes], mask)
-    found = [_ranges(held) for held in _halve(circle, parts)]
+    circle = _Circle(documents, [mask.pairs(size, size) for size in sizes], mask)
+    found = [union(piece[:2] for piece in held) for held in _halve(circle, parts)]
     return tuple(sorted(found, key=lambda held: not held))  # ranks without any come last
 
 
@@ -137,20 +132,18 @@ def pairs_of(lengths: Iterable[int], ranges: Iterable[Range], mask: Mask) -> int
     >>> [pairs_of([16], held, Mask()) for held in balanced([16], 2)]
     [68, 68]
     """
-    sizes = check_lengths(lengths)
-    ends = list(accumulate(sizes))
-    found = 0
-    for start, stop in ranges:
-        if not 0 <= start <= stop <= ends[-1]:
+    bounds, held = [0, *accumulate(check_lengths(lengths))], tuple(ranges)
+    for start, stop in held:
+        if not 0 <= start <= stop <= bounds[-1]:
             raise SpecError(
-                f"range ({start}, {stop}) is not one of the {ends[-1]} positions of the documents"
+                f"range ({start}, {stop}) is not one of the {bounds[-1]} positions of the documents"
             )
-        for document in range(bisect_right(ends, start), len(sizes)):
-            size, begin = sizes[document], ends[document] - sizes[document]
-            if begin >= stop:
-                break
-            first, last = max(start - begin, 0), min(stop - begin, size)
-            found += mask.pairs(last, size) - mask.pairs(first, size)
+    found = 0
+    for document, own in pieces(held, bounds).items():
+        begin = bounds[document]
+        length = bounds[document + 1] - begin
+        for start, stop, _ in own:
+            found += mask.pairs(stop - begin, length) - mask.pairs(start - begin, length)
     return found
 
 
@@ -278,14 +271,3 @@ def _find_arc(circle: _Circle, parts: int, count: int) -> Range:
             break
     _, start = min((abs(o), s) for o, s in zip(off, starts, strict=True))
     return start, start + held
-
-
-def _ranges(pieces: Iterable[_Piece]) -> Ranges:
-    """Pieces as ranges; adjacent ones are joined."""
-    found: list[Range] = []
-    for start, stop, *_ in sorted(pieces):
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return tuple(found)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from commgrid.context_parallel.balance import Mask, Range
-from commgrid.context_parallel.ranges import count
+from commgrid.context_parallel.balance import Mask
+from commgrid.context_parallel.ranges import Range, count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.context_parallel.tiles import needed
 from commgrid.wording import several

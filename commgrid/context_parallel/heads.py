@@ -36,29 +36,77 @@ from commgrid.collectives.asynchronous import start_all_to_all
 from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.plans import (
-    HeadExchange,
-    Step,
-    head_exchange,
-    kv_heads_of,
-    ring_steps,
-)
-from commgrid.context_parallel.ranges import inverse
+from commgrid.context_parallel.plans import Step, kv_heads_of, ring_steps
+from commgrid.context_parallel.ranges import Ranges, inverse, sorting_runs
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding, take_runs
 
-# -- Ulysses ------------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Levels:
+    """A rank's part on both levels.
+
+    Args:
+        sizes: positions of each rank inside.
+        order: of the rows that come from all of them, by position.
+        steps: of the ring across.
+    """
+
+    sizes: tuple[int, ...]
+    order: Ranges
+    steps: tuple[Step, ...]
+
+
+@lru_cache(maxsize=128)
+def two_levels(sharding: SequenceSharding, rank: int, mask: Mask, inner: int) -> Levels:
+    """A rank's part where `inner` ranks that follow each other exchange heads.
+
+    Example:
+        >>> levels = two_levels(SequenceSharding.contiguous(8, 4), 3, Mask(), 2)
+        >>> levels.sizes, [step.source for step in levels.steps]
+        ((2, 2), [1, 0])
+    """
+    block = slice(rank // inner * inner, (rank // inner + 1) * inner)
+    across = sharding.merged(inner)
+    return Levels(
+        sharding.local_lengths[block],
+        sorting_runs(sharding.ranges[block]),
+        ring_steps(across.ranges, across.documents, rank // inner, mask),
+    )
+
+
+def two_level_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, levels: Levels, inside: ProcessGroup | None,
+    across: ProcessGroup | None, scale: float, ahead: int,
+) -> Tensor:  # fmt: skip
+    """Attention of this rank's queries over the sequence.
+
+    Args:
+        q: (batch, heads, positions, head_size).
+        k, v: (batch, kv_heads, positions, head_size).
+        levels: of `two_levels`.
+        inside: whose ranks exchange heads; None: one rank.
+        across: the ring; None: one rank.
+        scale, ahead: of `ring_attention`.
+    """
+    if inside is not None:
+        q, k, v = to_heads(q, k, v, levels, inside)
+    out = ring_attention(q, k, v, steps=levels.steps, group=across, scale=scale, ahead=ahead)
+    return out if inside is None else to_positions(out, levels, inside)
+
+
+# -- heads for positions ------------------------------------------------------------------
 
 
 def to_heads(
-    q: Tensor, k: Tensor, v: Tensor, exchange: HeadExchange, group: ProcessGroup
+    q: Tensor, k: Tensor, v: Tensor, levels: Levels, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
     """From all heads of this rank's positions to its heads of all positions, differentiable.
 
     Args:
         q: (batch, heads, own positions, head_size).
         k, v: (batch, kv_heads, own positions, head_size).
-        exchange: of the ranks of the group.
+        levels: of `two_levels`.
         group: whose ranks share the heads.
 
     Returns:
@@ -69,17 +117,17 @@ def to_heads(
     if k.shape[1] < size:
         used = [kv_heads_of(q.shape[1], k.shape[1], size, rank)[0] for rank in range(size)]
         k, v = k[:, used], v[:, used]
-    rows = torch.cat([_by_rank(x, size) for x in (q, k, v)], 2)
+    rows = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (q, k, v)], 2)
     rows = rows.permute(1, 3, 0, 2, 4).flatten(0, 1)  # (rank · own positions, batch, heads, d)
-    own = exchange.sizes[group.rank()]
-    arrived = _exchange(rows, group, (own,) * size, exchange.sizes)
+    own = levels.sizes[group.rank()]
+    arrived = _exchange(rows, group, (own,) * size, levels.sizes)
     # By head and then by position, which kernels on the CPU take less time for.
-    whole = take_runs(arrived.permute(1, 2, 0, 3), exchange.order, 2).contiguous()
+    whole = take_runs(arrived.permute(1, 2, 0, 3), levels.order, 2).contiguous()
     q, k, v = torch.split(whole, [parts[0], parts[1], parts[1]], 1)
     return q, k, v
 
 
-def to_positions(x: Tensor, exchange: HeadExchange, group: ProcessGroup) -> Tensor:
+def to_positions(x: Tensor, levels: Levels, group: ProcessGroup) -> Tensor:
     """The way back of an output, differentiable.
 
     Args:
@@ -88,16 +136,11 @@ def to_positions(x: Tensor, exchange: HeadExchange, group: ProcessGroup) -> Tens
     Returns:
         (batch, heads, own positions, head_size).
     """
-    rows = take_runs(x.permute(2, 0, 1, 3), inverse(exchange.order))
-    own = exchange.sizes[group.rank()]
-    arrived = _exchange(rows, group, exchange.sizes, (own,) * group.size())
+    rows = take_runs(x.permute(2, 0, 1, 3), inverse(levels.order))
+    own = levels.sizes[group.rank()]
+    arrived = _exchange(rows, group, levels.sizes, (own,) * group.size())
     by_rank = arrived.view(group.size(), own, *arrived.shape[1:])
     return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
-
-
-def _by_rank(tensor: Tensor, size: int) -> Tensor:
-    """Dim 1 as (ranks, heads of each)."""
-    return tensor.reshape(tensor.shape[0], size, tensor.shape[1] // size, *tensor.shape[2:])
 
 
 def _exchange(
@@ -123,56 +166,3 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         back = start_all_to_all(gradient, ctx.group, ctx.receive, ctx.send).wait()
         return back, None, None, None
-
-
-# -- two levels ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Levels:
-    """A rank's part on both.
-
-    Args:
-        exchange: of heads for positions, among the ranks inside.
-        steps: of the ring across.
-    """
-
-    exchange: HeadExchange
-    steps: tuple[Step, ...]
-
-
-@lru_cache(maxsize=64)
-def two_levels(sharding: SequenceSharding, rank: int, mask: Mask, inner: int) -> Levels:
-    """A rank's part where `inner` ranks that follow each other exchange heads.
-
-    Example:
-        >>> levels = two_levels(SequenceSharding.contiguous(8, 4), 3, Mask(), 2)
-        >>> levels.exchange.sizes, [step.source for step in levels.steps]
-        ((2, 2), [1, 0])
-    """
-    block = rank // inner * inner
-    merged = sharding.merged(inner)
-    return Levels(
-        head_exchange(sharding.ranges[block : block + inner]),
-        ring_steps(merged.ranges, merged.documents, rank // inner, mask),
-    )
-
-
-def two_level_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, levels: Levels, inside: ProcessGroup | None,
-    across: ProcessGroup | None, scale: float,
-) -> Tensor:  # fmt: skip
-    """Attention of this rank's queries over the sequence.
-
-    Args:
-        q: (batch, heads, positions, head_size).
-        k, v: (batch, kv_heads, positions, head_size).
-        levels: of `two_levels`.
-        inside: whose ranks exchange heads; None: one rank.
-        across: the ring; None: one rank.
-        scale: of the products of queries and keys.
-    """
-    if inside is not None:
-        q, k, v = to_heads(q, k, v, levels.exchange, inside)
-    out = ring_attention(q, k, v, steps=levels.steps, group=across, scale=scale)
-    return out if inside is None else to_positions(out, levels.exchange, inside)

@@ -32,8 +32,6 @@ from commgrid.context_parallel.varlen import VarlenCall, varlen_calls
 
 _ops = torch.ops.aten
 Gradients = tuple[Tensor, Tensor, Tensor]
-Part = Tile | VarlenCall
-"""The argument of one kernel call: a rectangle, or several."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -60,8 +58,7 @@ def no_autocast(x: Tensor) -> Iterator[None]:
 
 def _allowed(tile: Tile, device: torch.device) -> Tensor:
     """The mask of a tile, (queries, keys); True: attended."""
-    rows = torch.arange(tile.q_stop - tile.q_start, device=device)
-    columns = torch.arange(tile.k_stop - tile.k_start, device=device)
+    rows, columns = (torch.arange(size, device=device) for size in tile.size)
     behind = (tile.offset or 0) + rows[:, None] - columns
     allowed = behind >= 0
     return allowed if tile.window is None else allowed & (behind < tile.window)
@@ -86,11 +83,6 @@ def _bias(tile: Tile, like: Tensor, align: int = 1) -> Tensor | None:
 # -- kernels ------------------------------------------------------------------------------
 
 
-def _grouped(tensor: Tensor, groups: int) -> Tensor:
-    """Query heads by the head of keys that they use: dim 1 becomes (groups, heads of each)."""
-    return tensor.view(tensor.shape[0], groups, -1, *tensor.shape[2:])
-
-
 def _in_rows(tensor: Tensor) -> Tensor:
     """(batch, heads, rows, head_size) as (batch · rows, heads, head_size)."""
     return tensor.transpose(1, 2).flatten(0, 1)
@@ -106,7 +98,7 @@ class Kernel(Protocol):
 
     @staticmethod
     def parts(tiles: Sequence[Tile]) -> Sequence[Any]:
-        """The tiles as the kernel takes them, one `Part` after the other."""
+        """The parts that the kernel takes one after the other, each a tile or a `VarlenCall`."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -299,10 +291,10 @@ class _Products(_TileByTile):
         gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, tile: Tile,
         scale: float,
     ) -> Gradients:  # fmt: skip
-        groups, kind = k.shape[1], wide(q.dtype)
+        groups, kind = (k.shape[1], -1), wide(q.dtype)
         weights = _Products._scores(q, k, tile, scale)
-        weights = (weights - _grouped(lse.contiguous(), groups).unsqueeze(-1)).exp()
-        q, gradient, out = (_grouped(x.to(kind).contiguous(), groups) for x in (q, gradient, out))
+        weights = (weights - torch.unflatten(lse, 1, groups).unsqueeze(-1)).exp()
+        q, gradient, out = (torch.unflatten(x.to(kind), 1, groups) for x in (q, gradient, out))
         k, v = k.to(kind).unsqueeze(2), v.to(kind).unsqueeze(2)
         rest = gradient @ v.mT - (gradient * out).sum(-1, keepdim=True)
         of_scores = weights * rest * scale
@@ -313,7 +305,7 @@ class _Products(_TileByTile):
     def _scores(q: Tensor, k: Tensor, tile: Tile, scale: float) -> Tensor:
         """(batch, kv_heads, group, queries, keys), wide."""
         kind = wide(q.dtype)
-        queries = _grouped(q.to(kind).contiguous(), k.shape[1])
+        queries = torch.unflatten(q.to(kind), 1, (k.shape[1], -1))
         scores: Tensor = queries @ k.to(kind).unsqueeze(2).mT * scale
         if tile.offset is None:
             return scores

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commgrid.context_parallel.kernels import Part, kernel_for, no_autocast, readable, wide
+from commgrid.context_parallel.kernels import kernel_for, no_autocast, readable, wide
 from commgrid.context_parallel.tiles import Tile
 
 
@@ -34,9 +34,10 @@ class OnlineSoftmax:
     def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> None:
         """Adds keys and values (batch, kv_heads, keys, head_size), in the tiles of a buffer."""
         for part in self.kernel.parts(tiles):
-            q, k_part, v_part = _rows(self.q, part), _columns(k, part), _columns(v, part)
+            rows, columns = part.rows, part.columns
+            q, k_part, v_part = self.q[:, :, rows], k[:, :, columns], v[:, :, columns]
             out, lse = self.kernel.forward(q, k_part, v_part, part, self.scale)
-            self._join(out, lse, part.q_start, part.q_stop)
+            self._join(out, lse, rows.start, rows.stop)
 
     def _join(self, out: Tensor, lse: Tensor, start: int, stop: int) -> None:
         if self._out is None or self._lse is None:
@@ -91,20 +92,15 @@ class SoftmaxBackward:
     def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], dk: Tensor, dv: Tensor) -> None:
         """Adds what some keys and values contribute to `dq`, and to their own `dk` and `dv`."""
         for part in self.kernel.parts(tiles):
+            rows, columns = part.rows, part.columns
+            gradient, q, out, lse = (
+                x[:, :, rows] for x in (self.gradient, self.q, self.out, self.lse)
+            )
+            k_part, v_part = k[:, :, columns], v[:, :, columns]
             with no_autocast(self.q):
                 dq, dk_part, dv_part = self.kernel.backward(
-                    _rows(self.gradient, part), _rows(self.q, part), _columns(k, part),
-                    _columns(v, part), _rows(self.out, part), _rows(self.lse, part), part,
-                    self.scale,
-                )  # fmt: skip
-            _rows(self.dq, part).add_(dq)
-            _columns(dk, part).add_(dk_part)
-            _columns(dv, part).add_(dv_part)
-
-
-def _rows(tensor: Tensor, part: Part) -> Tensor:
-    return tensor[:, :, part.q_start : part.q_stop]
-
-
-def _columns(tensor: Tensor, part: Part) -> Tensor:
-    return tensor[:, :, part.k_start : part.k_stop]
+                    gradient, q, k_part, v_part, out, lse, part, self.scale
+                )
+            self.dq[:, :, rows] += dq
+            dk[:, :, columns] += dk_part
+            dv[:, :, columns] += dv_part

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -26,8 +25,7 @@ from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
 from commgrid.context_parallel.heads import two_level_attention, two_levels
 from commgrid.context_parallel.kernels import no_autocast, readable
-from commgrid.context_parallel.plans import Step, kv_heads_of, ring_steps
-from commgrid.context_parallel.ring import ring_attention
+from commgrid.context_parallel.plans import kv_heads_of
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.grid import HyperCommGrid
@@ -148,7 +146,8 @@ def _attend_among(
         ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
         ("tensors", _shapes(q, k)),
     )
-    agree(members, _about(members), facts, complaint)
+    about = f"attention over group {members.group_desc!r} of {members.size()} ranks"
+    agree(members, about, facts, complaint)
     if way == "auto":
         way = choose(
             sharding, heads=q.shape[1], kv_heads=k.shape[1], causal=causal, window=window,
@@ -156,28 +155,23 @@ def _attend_among(
         ).way  # fmt: skip
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     if members.size() == 1 or way in ("ring", "allgather"):
-        steps, ahead = _steps(sharding, rank, mask), 1 if way == "ring" else members.size()
-        return ring_attention(q, k, v, steps=steps, group=members, scale=scale, ahead=ahead)
-    if way == "ulysses":
-        found = two_levels(sharding, rank, mask, members.size())
-        return two_level_attention(q, k, v, levels=found, inside=members, across=None, scale=scale)
-    assert pair is not None
-    connect(pair.across)
-    found = two_levels(sharding, rank, mask, pair.inside.size())
-    inside = pair.inside if pair.inside.size() > 1 else None
-    with named_peers(pair.inside):
+        inside, across = None, members
+    elif way == "ulysses":
+        inside, across = members, None
+    else:
+        assert pair is not None
+        connect(pair.across)
+        inside, across = pair.inside if pair.inside.size() > 1 else None, pair.across
+    plan = two_levels(sharding, rank, mask, 1 if inside is None else inside.size())
+    ahead = members.size() if way == "allgather" else 1
+    with named_peers(inside):
         return two_level_attention(
-            q, k, v, levels=found, inside=inside, across=pair.across, scale=scale
+            q, k, v, levels=plan, inside=inside, across=across, scale=scale, ahead=ahead
         )
 
 
 # torch.compile knows no messages between two ranks, and looks no plan up; so it leaves this alone.
 _opaque = torch.compiler.disable(_attend)  # type: ignore[no-untyped-call]
-
-
-@lru_cache(maxsize=64)
-def _steps(sharding: SequenceSharding, rank: int, mask: Mask) -> tuple[Step, ...]:
-    return ring_steps(sharding.ranges, sharding.documents, rank, mask)
 
 
 # -- two levels ---------------------------------------------------------------------------
@@ -248,10 +242,6 @@ def _check_split(members: ProcessGroup, pair: _Pair) -> None:
 
 
 # -- checks -------------------------------------------------------------------------------
-
-
-def _about(members: ProcessGroup) -> str:
-    return f"attention over group {members.group_desc!r} of {members.size()} ranks"
 
 
 def _shapes(q: Tensor, k: Tensor) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commgrid.context_parallel.balance import Mask, Ranges
-from commgrid.context_parallel.ranges import count, runs_of, sorting_runs
+from commgrid.context_parallel.balance import Mask
+from commgrid.context_parallel.ranges import Ranges, count, runs_of
 from commgrid.context_parallel.tiles import Tile, needed, tiles
 from commgrid.errors import ShapeError
 
@@ -60,29 +60,6 @@ def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) 
             )
         )
     return tuple(steps)
-
-
-@dataclass(frozen=True)
-class HeadExchange:
-    """Who holds what of the sequence before.
-
-    Args:
-        sizes: positions of each rank.
-        order: of the rows that come from all of them, by position.
-    """
-
-    sizes: tuple[int, ...]
-    order: Ranges
-
-
-def head_exchange(held: Held) -> HeadExchange:
-    """The exchange between ranks that hold some ranges each.
-
-    Example:
-        >>> head_exchange((((0, 2), (6, 8)), ((2, 6),)))
-        HeadExchange(sizes=(4, 4), order=((0, 2), (4, 8), (2, 4)))
-    """
-    return HeadExchange(tuple(map(count, held)), sorting_runs(held))
 
 
 def kv_heads_of(heads: int, kv_heads: int, size: int, rank: int) -> tuple[int, int]:

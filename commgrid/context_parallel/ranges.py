@@ -10,7 +10,11 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from commgrid.context_parallel.balance import Range, Ranges
+Range = tuple[int, int]
+"""Start and stop of consecutive positions of the packed sequence."""
+
+Ranges = tuple[Range, ...]
+"""Ranges of one rank: disjoint, ascending, none adjacent."""
 
 
 class DocumentPiece(NamedTuple):
@@ -20,6 +24,11 @@ class DocumentPiece(NamedTuple):
     stop: int
     row: int
     """Of `start` in the buffer."""
+
+    @property
+    def last_row(self) -> int:
+        """The row after that of its last position."""
+        return self.row + self.stop - self.start
 
 
 def count(ranges: Iterable[Range]) -> int:

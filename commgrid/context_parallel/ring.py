@@ -31,11 +31,10 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import named_peers, names_peers
-from commgrid.context_parallel.balance import Ranges
 from commgrid.context_parallel.kernels import wide
 from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import Step
-from commgrid.context_parallel.ranges import count
+from commgrid.context_parallel.ranges import Ranges, count
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.torch_compat.messages import start_transfers
 
@@ -66,7 +65,7 @@ class _Ring(torch.autograd.Function):
         group: ProcessGroup | None, scale: float, ahead: int,
     ) -> Tensor:  # fmt: skip
         ctx.steps, ctx.group, ctx.scale, ctx.ahead = steps, group, scale, ahead
-        keys = _Keys(k, v, RingLinks(group, steps), ahead)
+        keys = _Keys(k, v, group, steps, ahead)
         found = OnlineSoftmax(q, scale)
         found.add(k, v, steps[0].tiles)
         for step in steps[1:]:
@@ -82,8 +81,7 @@ class _Ring(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         steps: tuple[Step, ...] = ctx.steps
-        links = RingLinks(ctx.group, steps)
-        keys = _Keys(k, v, links, ctx.ahead)
+        keys = _Keys(k, v, ctx.group, steps, ctx.ahead)
         found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
         dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
         found.add(k, v, steps[0].tiles, dk, dv)
@@ -95,7 +93,7 @@ class _Ring(torch.autograd.Function):
             if i > 1:
                 _give(returning.wait(), steps[i - 1].send, dk, dv)
             rows = k.new_empty(*theirs.shape[:3], count(step.send), theirs.shape[4])
-            returning = links.start(theirs.to(k.dtype), step.source, rows, step.target)
+            returning = _start(ctx.group, theirs.to(k.dtype), step.source, rows, step.target)
         if len(steps) > 1:
             _give(returning.wait(), steps[-1].send, dk, dv)
         dq, dk, dv = found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
@@ -118,25 +116,28 @@ class _Keys:
     A head's positions lie one after the other, which kernels on the CPU take less time for.
     """
 
-    def __init__(self, k: Tensor, v: Tensor, links: RingLinks, ahead: int) -> None:
-        self.links = links
-        self.rows = torch.stack([k, v]) if len(links.steps) > 1 else k.new_empty(0)
-        self.coming = deque(self._start(i) for i in range(1, len(links.steps))[:ahead])
-        self.last = len(self.coming)
+    def __init__(
+        self, k: Tensor, v: Tensor, group: ProcessGroup | None, steps: Sequence[Step], ahead: int
+    ) -> None:
+        self.group, self.steps = group, iter(steps[1:])
+        self.rows = torch.stack([k, v]) if len(steps) > 1 else k.new_empty(0)
+        self.coming: deque[Coming] = deque()
+        for _ in range(ahead):
+            self._start_next()
 
     def next(self) -> Tensor:
         """Waits for the next step's; those of a later step set out."""
         arrived = self.coming.popleft().wait()
-        self.last += 1
-        if self.last < len(self.links.steps):
-            self.coming.append(self._start(self.last))
+        self._start_next()
         return arrived
 
-    def _start(self, number: int) -> Coming:
-        step = self.links.steps[number]
+    def _start_next(self) -> None:
+        step = next(self.steps, None)
+        if step is None:
+            return
         sent = take_runs(self.rows, step.send, 3)
         rows = sent.new_empty(*self.rows.shape[:3], step.receive, self.rows.shape[4])
-        return self.links.start(sent, step.target, rows, step.source)
+        self.coming.append(_start(self.group, sent, step.target, rows, step.source))
 
 
 @dataclass
@@ -172,18 +173,12 @@ class Coming:
         return self.rows
 
 
-class RingLinks:
-    """Messages of rows between the ranks of a group; empty ones are not sent."""
-
-    def __init__(self, group: ProcessGroup | None, steps: Sequence[Step]) -> None:
-        self.group, self.steps = group, steps
-
-    def start(self, sent: Tensor, to: int, rows: Tensor, source: int) -> Coming:
-        """Starts to send a tensor to one rank and to fill another from one."""
-        assert self.group is not None  # of more than one step
-        sends = [(sent.contiguous(), to)] if sent.numel() else []
-        recvs = [(rows, source)] if rows.numel() else []
-        peers = [peer for _, peer in (*sends, *recvs)]
-        with named_peers(self.group, peers):
-            works = start_transfers(self.group, sends, recvs, lambda error, _: error)
-        return Coming(rows, sends[0][0] if sends else None, self.group, works, peers)
+def _start(group: ProcessGroup | None, sent: Tensor, to: int, rows: Tensor, source: int) -> Coming:
+    """Starts to send a tensor to one rank and to fill another from one; empty ones are not sent."""
+    assert group is not None  # of more than one step
+    sends = [(sent.contiguous(), to)] if sent.numel() else []
+    recvs = [(rows, source)] if rows.numel() else []
+    peers = [peer for _, peer in (*sends, *recvs)]
+    with named_peers(group, peers):
+        works = start_transfers(group, sends, recvs, lambda error, _: error)
+    return Coming(rows, sends[0][0] if sends else None, group, works, peers)

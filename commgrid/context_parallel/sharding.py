@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commgrid.context_parallel.balance import Mask, Range, Ranges, balance, check_lengths, pairs_of
-from commgrid.context_parallel.ranges import count, joined, sorting_runs, union
+from commgrid.context_parallel.balance import Mask, balance, check_lengths, pairs_of
+from commgrid.context_parallel.ranges import Range, Ranges, count, joined, sorting_runs, union
 from commgrid.errors import ShapeError, SpecError
 from commgrid.wording import several
 
@@ -243,7 +243,13 @@ class SequenceSharding:
             ShapeError: a tensor whose `dim` has not the sharding's length, or a group of another
                 number of ranks.
         """
-        members = self._members(group, grid) if rank is None else None
+        members = None
+        if rank is None:
+            from commgrid.collectives import resolve
+
+            members = resolve(group, grid)
+            if complaint := self._group_complaint(members):
+                raise ShapeError(complaint)
         if isinstance(batch, Mapping):
             return {
                 name: None if one is None else self._shard(one, rank, members, dim, f"{name!r}")
@@ -331,14 +337,6 @@ class SequenceSharding:
             f"a sharding over {self.parts} ranks, but group {members.group_desc!r} has "
             f"{members.size()}"
         )
-
-    def _members(self, group: str | ProcessGroup, grid: HyperCommGrid | None) -> ProcessGroup:
-        from commgrid.collectives import resolve
-
-        members = resolve(group, grid)
-        if complaint := self._group_complaint(members):
-            raise ShapeError(complaint)
-        return members
 
     # -- levels ---------------------------------------------------------------------------
 

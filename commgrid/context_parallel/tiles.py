@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from commgrid.context_parallel.balance import Mask, Ranges
-from commgrid.context_parallel.ranges import DocumentPiece, meet, pieces, union
+from commgrid.context_parallel.balance import Mask
+from commgrid.context_parallel.ranges import DocumentPiece, Ranges, meet, pieces, union
 
 _FEW_ROWS = 128
 _BLOCK_ROWS = 256
@@ -44,6 +44,21 @@ class Tile(NamedTuple):
     k_stop: int
     offset: int | None = None
     window: int | None = None
+
+    @property
+    def rows(self) -> slice:
+        """Its queries."""
+        return slice(self.q_start, self.q_stop)
+
+    @property
+    def columns(self) -> slice:
+        """Its keys."""
+        return slice(self.k_start, self.k_stop)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """How many queries and how many keys."""
+        return self.q_stop - self.q_start, self.k_stop - self.k_start
 
     @property
     def is_causal(self) -> bool:
@@ -128,8 +143,7 @@ def _document(
     own: list[DocumentPiece], keys: list[DocumentPiece], mask: Mask, length: int, cut: bool
 ) -> list[Tile]:
     """The rectangles of one document."""
-    rows = (own[0].row, own[-1].row + own[-1].stop - own[-1].start)
-    columns = (keys[0].row, keys[-1].row + keys[-1].stop - keys[-1].start)
+    rows, columns = (own[0].row, own[-1].last_row), (keys[0].row, keys[-1].last_row)
     if not mask.causal:
         return [Tile(*rows, *columns)]
     if mask.window is not None and mask.window < length:
@@ -144,10 +158,8 @@ def _causal(own: list[DocumentPiece], keys: list[DocumentPiece]) -> Iterator[Til
         before = [k for k in keys if k.start < query.start]
         if before:
             last = before[-1]
-            yield Tile(
-                query.row, query.row + query.stop - query.start,
-                keys[0].row, last.row + min(last.stop, query.start) - last.start,
-            )  # fmt: skip
+            until = last.row + min(last.stop, query.start) - last.start
+            yield Tile(query.row, query.last_row, keys[0].row, until)
         for key in keys:
             yield from _corner(query, max(key.start, query.start), min(key.stop, query.stop), key)
 
@@ -160,7 +172,7 @@ def _corner(query: DocumentPiece, start: int, stop: int, key: DocumentPiece) -> 
     size = stop - start
     yield Tile(row, row + size, column, column + size, offset=0)
     if stop < query.stop:
-        yield Tile(row + size, query.row + query.stop - query.start, column, column + size)
+        yield Tile(row + size, query.last_row, column, column + size)
 
 
 def _windowed(

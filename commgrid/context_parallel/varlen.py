@@ -49,24 +49,14 @@ class VarlenCall:
     )
 
     @property
-    def q_start(self) -> int:
-        """The first row of queries that it takes; those between its tiles are among them."""
-        return self.tiles[0].q_start
+    def rows(self) -> slice:
+        """The queries that it takes; those between its tiles are among them."""
+        return slice(self.tiles[0].q_start, self.tiles[-1].q_stop)
 
     @property
-    def q_stop(self) -> int:
-        """The row after the last one."""
-        return self.tiles[-1].q_stop
-
-    @property
-    def k_start(self) -> int:
-        """As `q_start`, of keys."""
-        return self.tiles[0].k_start
-
-    @property
-    def k_stop(self) -> int:
-        """As `q_stop`, of keys."""
-        return self.tiles[-1].k_stop
+    def columns(self) -> slice:
+        """As `rows`, the keys."""
+        return slice(self.tiles[0].k_start, self.tiles[-1].k_stop)
 
     @property
     def is_causal(self) -> bool:
@@ -77,11 +67,10 @@ class VarlenCall:
     def segments(self) -> tuple[list[int], list[int]]:
         """How many queries and how many keys each has."""
         queries, keys = [], []
-        row, column = self.q_start, self.k_start
+        row, column = self.rows.start, self.columns.start
         for tile in self.tiles:
-            sizes = (tile.q_stop - tile.q_start, tile.k_stop - tile.k_start)
             between = (tile.q_start - row, tile.k_start - column)  # each with none of the other
-            for q_size, k_size in ((between[0], 0), (0, between[1]), sizes):
+            for q_size, k_size in ((between[0], 0), (0, between[1]), tile.size):
                 if q_size or k_size:
                     queries.append(q_size)
                     keys.append(k_size)
@@ -153,8 +142,8 @@ def _calls(tiles: Sequence[Tile], one_document: bool = False) -> tuple[VarlenCal
 def _is_plain(call: list[Tile]) -> bool:
     """Whether it is one rectangle, whole or cut by its diagonal from corner to corner."""
     tile = call[0]
-    square = tile.q_stop - tile.q_start == tile.k_stop - tile.k_start
-    return len(call) == 1 and (tile.offset is None or (tile.is_causal and square))
+    rows, columns = tile.size
+    return len(call) == 1 and (tile.offset is None or (tile.is_causal and rows == columns))
 
 
 def _trimmed(tile: Tile) -> Tile:
@@ -162,7 +151,7 @@ def _trimmed(tile: Tile) -> Tile:
     side of the band is short of the diagonal."""
     if tile.offset is None:
         return tile
-    rows, columns = tile.q_stop - tile.q_start, tile.k_stop - tile.k_start
+    rows, columns = tile.size
     columns = min(columns, tile.offset + rows)
     if tile.window is not None:
         rows = min(rows, tile.window + columns - 1 - tile.offset)
@@ -172,5 +161,6 @@ def _trimmed(tile: Tile) -> Tile:
 def _band(tile: Tile) -> Band:
     if tile.offset is None:
         return -1, -1
-    right = tile.offset + (tile.q_stop - tile.q_start) - (tile.k_stop - tile.k_start)
+    rows, columns = tile.size
+    right = tile.offset + rows - columns
     return -1 if tile.window is None else tile.window - 1 - right, right

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commgrid.bridge.plan import BridgeMessage, BridgeSide, Positions, even, messages, one_by_one
-from commgrid.context_parallel.balance import Ranges
-from commgrid.context_parallel.ranges import union
+from commgrid.context_parallel.ranges import Ranges, union
 
 
 def listed(ranges: Ranges) -> list[int]:

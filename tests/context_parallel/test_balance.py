@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from commgrid import SpecError
 from commgrid.context_parallel import balance
-from commgrid.context_parallel.balance import Mask, Ranges, balanced, pairs_of
+from commgrid.context_parallel.balance import Mask, balanced, pairs_of
+from commgrid.context_parallel.ranges import Ranges
 from tests.sizes import full
 
 LONGEST = 1024

@@ -8,7 +8,8 @@ import pytest
 
 from commgrid import SpecError
 from commgrid.cli import main
-from commgrid.context_parallel.balance import Mask, Ranges, balance, balanced, pairs_of
+from commgrid.context_parallel.balance import Mask, balance, balanced, pairs_of
+from commgrid.context_parallel.ranges import Ranges
 from commgrid.viz.figure import colour
 from commgrid.viz.sharding_picture import draw_ranges, draw_sharding
 
