@@ -21,6 +21,7 @@ from commgrid.parameters import mark_parameters
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.tensor_parallel.init import Init
+from commgrid.tensor_parallel.matmul import as_own
 
 
 class MoELayer(nn.Module):
@@ -150,7 +151,7 @@ class MoELayer(nn.Module):
         y = self.route(tokens, most)[0]
         if shares is not None:
             y = gather_from_group(y, self.group, dim=0, sizes=shares)
-        y = y.view(x.shape)
+        y = as_own(y, *x.shape)
         return y if self.shared is None else y + self.shared(x)
 
     def route(self, tokens: Tensor, num_tokens: int | None = None) -> tuple[Tensor, Routing]:

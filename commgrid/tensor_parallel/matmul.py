@@ -48,7 +48,7 @@ def column_matmul(
         sequence_dim: along which x is sharded; None: not at all.
     """
     if group.size() == 1:
-        return tuple(F.linear(x, weight, bias) for weight, bias in layers)
+        return tuple(as_own(F.linear(x, weight, bias)) for weight, bias in layers)
     flat = [tensor for layer in layers for tensor in layer]
     made: tuple[Tensor, ...] = _ColumnMatmul.apply(x, group, sequence_dim, *flat)  # type: ignore[no-untyped-call]
     return made
@@ -71,8 +71,17 @@ def row_matmul(
         sequence_dim: along which the result is sharded; None: not at all.
     """
     if group.size() == 1:
-        return F.linear(x, weight, bias)
+        return as_own(F.linear(x, weight, bias))
     made: Tensor = _RowMatmul.apply(x, weight, bias, group, sequence_dim)  # type: ignore[no-untyped-call]
+    return made
+
+
+def as_own(y: Tensor, *shape: int) -> Tensor:
+    """The tensor in this shape, or its own, without a copy and as no view of another.
+
+    FSDP2 warns of a module that returns a view. Only for a `y` that is not used otherwise.
+    """
+    made: Tensor = torch.ops.aten._unsafe_view(y, shape or y.shape)
     return made
 
 
@@ -86,7 +95,7 @@ class _ColumnMatmul(torch.autograd.Function):
         weights, biases = flat[::2], flat[1::2]
         ctx.save_for_backward(x, *weights)
         whole = x if sequence_dim is None else start_all_gather(x, group, sequence_dim).wait()
-        return tuple(F.linear(whole, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(as_own(F.linear(whole, w, b)) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     @first_order("a column-parallel layer")

@@ -29,7 +29,7 @@ from commgrid.errors import ShapeError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel.init import Init, draw
 from commgrid.tensor_parallel.linear import ParallelLayer
-from commgrid.tensor_parallel.matmul import Layer, column_matmul
+from commgrid.tensor_parallel.matmul import Layer, as_own, column_matmul
 
 
 class QKVParallelLinear(ParallelLayer):
@@ -139,7 +139,7 @@ class QKVParallelLinear(ParallelLayer):
             head = self.group.rank * self.num_kv_heads // self.group.size
             kv = whole.narrow(-1, head * 2 * self.head_size, 2 * self.head_size)
         k, v = kv.view(*kv.shape[:-1], -1, 2, self.head_size).unbind(-2)
-        return q.view(*q.shape[:-1], -1, self.head_size), k, v
+        return as_own(q, *q.shape[:-1], -1, self.head_size), as_own(k), as_own(v)
 
     def extra_repr(self) -> str:
         return (
