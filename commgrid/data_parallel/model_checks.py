@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from operator import itemgetter
 
 import torch
 import torch.distributed as dist
@@ -19,12 +20,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _NormBase
 
 from commgrid.collectives.objects import gathered
-from commgrid.collectives.plain import all_gather
 from commgrid.data_parallel.bucket import Lane
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import Slot, State, slot_of
 from commgrid.equality.comparison import ByRank, Fact, compare, number_of
-from commgrid.equality.digest import device_for, digest
+from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
@@ -271,40 +271,89 @@ def compare_values(
 
 
 @torch.no_grad()
-def compare_slices(lanes: Sequence[Lane]) -> None:
-    """Refuses a model whose slices are all equal on all ranks, as after one rank's state_dict.
+def compare_slices(placements: Iterable[Placement]) -> None:
+    """Refuses slices equal on several ranks, as after one rank's state_dict or a second seed.
 
-    Some slices may be equal: constant ones, heads that were copied, and experts, which often begin
-    as copies of one. So only a group in which all slices are equal, apart from constant ones and
-    experts, is refused.
+    Constant slices may be equal, and copies made on purpose, which repeat within a slice as well:
+    heads and experts that were copied. Two cases cannot be told from copies: a rank's only expert,
+    if all its slices are equal, and output features that only some of the ranks have in common.
+
+    Args:
+        placements: of all parameters, frozen ones too, in an order equal on all ranks.
 
     Raises:
-        GridMismatchError: names the first such parameter and the ranks.
+        GridMismatchError: on all ranks of the group; names the first such parameter and the ranks.
     """
-    by_group: dict[ProcessGroup, list[Placement]] = {}
-    for lane in lanes:
-        for slot in lane.slots:
-            for _, cut in slot.placement.shards:
-                if cut.size > 1 and slot.placement.region != "expert":
-                    by_group.setdefault(cut.group, []).append(slot.placement)
+    by_group: dict[ProcessGroup, list[tuple[int, Placement]]] = {}
+    for placement in placements:
+        for dim, cut in placement.shards:
+            if cut.size > 1 and not isinstance(placement.parameter, DTensor):
+                by_group.setdefault(cut.group, []).append((dim, placement))
     for group, held in by_group.items():
-        rows = []
-        for placement in held:
-            parameter = placement.parameter.detach()
-            varies = (parameter != parameter.flatten()[:1]).any()
-            rows.append(torch.stack([digest(parameter), varies.long()]))
-        on = device_for(group)
-        theirs = all_gather(torch.stack(rows).to(on), group).view(group.size(), -1, 2).cpu()
-        equal = (theirs[..., 0] == theirs[:1, :, 0]).all(0)
-        varying = theirs[..., 1].bool().any(0)
-        if not varying.any() or not equal[varying].all() or dist.get_backend(group) == FAKE:
+        if dist.get_backend(group) == FAKE:
             continue
-        raise GridMismatchError(
-            f"{held[int(varying.nonzero()[0])]} is a slice and has the same numbers on all of "
-            f"{describe_ranks(dist.get_process_group_ranks(group))}, and so have all other slices, "
-            "as if one rank's state_dict had been loaded on all of them; load each rank's own, or "
-            "save and load with commgrid.checkpoint, which gives each rank its slice"
-        )
+        marks = [torch.stack([digest(p.parameter.detach()), _varies(p).long()]) for _, p in held]
+        mine = [
+            (mark, -1 if varies else group.rank())  # constant slices are equal to no other
+            for mark, varies in torch.stack([mark.cpu() for mark in marks]).tolist()
+        ]
+        alike = [
+            tuple(map(theirs.index, theirs)) if min(theirs, key=itemgetter(1))[1] < 0 else ()
+            for theirs in zip(*gathered(mine, group), strict=True)
+        ]
+        suspects = [
+            i for i, firsts in enumerate(alike)
+            if len(set(firsts)) < len(firsts) and not _cannot_be_told(i, held, alike)
+        ]  # fmt: skip
+        if not suspects:
+            continue
+        repeating = gathered([_repeats(*held[i]) for i in suspects], group)
+        for place, i in enumerate(suspects):
+            first = max(alike[i], key=alike[i].count)
+            if repeating[first][place]:
+                continue
+            ranks = dist.get_process_group_ranks(group)
+            equal = [rank for rank, other in zip(ranks, alike[i], strict=True) if other == first]
+            raise GridMismatchError(
+                f"{held[i][1]} is a slice and has the same numbers on all of "
+                f"{describe_ranks(equal)}, as after one rank's state_dict or an init under one "
+                "seed on all of them; give the layers init=, or draw within "
+                "commgrid.tensor_parallel.sharded_rng(). Load states with commgrid.checkpoint, "
+                "which gives each rank its slice"
+            )
+
+
+def _varies(placement: Placement) -> Tensor:
+    parameter = placement.parameter.detach()
+    return (parameter != parameter.flatten()[:1]).any()
+
+
+def _cannot_be_told(
+    i: int, held: Sequence[tuple[int, Placement]], alike: Sequence[tuple[int, ...]]
+) -> bool:
+    """Whether equal slices can be copies although a slice has no room to repeat them.
+
+    Args:
+        i: the parameter.
+        held: the dim along which each is cut, and its placement.
+        alike: for each, the first rank that has each rank's numbers; of constant ones nothing.
+    """
+    dim, one = held[i]
+    if one.region != "expert":
+        return dim == 0 and len(set(alike[i])) > 1
+    module = one.name.rpartition(".")[0]
+    beside = {alike[j] for j, (_, p) in enumerate(held) if p.name.rpartition(".")[0] == module}
+    return one.parameter.shape[dim] == 1 and len(beside - {()}) == 1
+
+
+def _repeats(dim: int, placement: Placement) -> bool:
+    """Whether the numbers of a slice repeat along the dim that is cut, judged by some of them."""
+    parameter = placement.parameter.detach()
+    rows = parameter.movedim(dim, 0).reshape(parameter.shape[dim], -1)
+    some = rows[:, :: max(1, rows.shape[1] // 64)].cpu().double()
+    distinct = len(some.unique(dim=0))
+    # Single numbers of a low precision are equal by chance.
+    return 2 * distinct <= len(rows) if rows.shape[1] == 1 else distinct < len(rows)
 
 
 @torch.no_grad()

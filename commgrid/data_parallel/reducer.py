@@ -154,7 +154,7 @@ class GradientReducer:
             broadcast_values(model, everything, self.groups, lane_of)
         else:
             compare_values(everything, self.groups, lane_of)
-        compare_slices(self.lanes)
+        compare_slices(everything)
         self.pieces = pieces_of(self.buckets)
         self.is_finite = True
         """Whether the last `finish` found only finite gradients, on all ranks of the grid; always
