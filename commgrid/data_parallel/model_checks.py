@@ -351,7 +351,7 @@ def _repeats(dim: int, placement: Placement) -> bool:
     parameter = placement.parameter.detach()
     rows = parameter.movedim(dim, 0).reshape(parameter.shape[dim], -1)
     some = rows[:, :: max(1, rows.shape[1] // 64)].cpu().double()
-    distinct = len(some.unique(dim=0))
+    distinct = len(torch.unique(some, dim=0))
     # Single numbers of a low precision are equal by chance.
     return 2 * distinct <= len(rows) if rows.shape[1] == 1 else distinct < len(rows)
 

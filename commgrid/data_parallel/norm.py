@@ -21,10 +21,12 @@ from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.slot import KeptGradient, slot_of
-from commgrid.errors import CommGridError, ShapeError
-from commgrid.parameters import placements
+from commgrid.errors import CommGridError, GridMismatchError, ShapeError
+from commgrid.parameters import Placement, placements
 from commgrid.parameters.layout import axes_in_use, num_distinct
+from commgrid.parameters.marks import check_averages
 from commgrid.planning.region import STANDARD
+from commgrid.replicas import Copy, differing, groups_along
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
@@ -53,6 +55,8 @@ def gradient_norm(
 
     Raises:
         CommGridError: a reducer keeps the gradients in parts.
+        GridMismatchError: FSDP2 has not summed some over all ranks that have copies.
+        SpecError: it averages those of experts in another way.
     """
     grid = grid or get_grid()
     for parameter in model.parameters():
@@ -61,6 +65,7 @@ def gradient_norm(
                 f"the gradient of a parameter of shape {tuple(parameter.shape)} is kept by its "
                 "GradientReducer; ask that one: reducer.gradient_norm(), reducer.clip_gradients()"
             )
+    check_averages(model.modules())
     held, distinct = [], []
     everything = list(placements(model))
     for placement in everything:
@@ -69,8 +74,10 @@ def gradient_norm(
             gradient = _summed(gradient)
             held.append(_local(gradient))
             distinct.append(num_distinct(placement, grid) * _num_shards(gradient))
-    if sharded is None:
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    is_cut = any(isinstance(placement.parameter, DTensor) for placement in everything)
+    if is_cut:
+        _check_summed(everything, data, grid)
+    sharded = is_cut if sharded is None else sharded
     used = axes_in_use(everything, grid, data)
     group, device = norm_group(grid, data, used, sharded=sharded), device_of(model)
     size = group.size() if group is not None else 1
@@ -146,6 +153,44 @@ def reduce_partial_gradients(model: nn.Module) -> None:
             gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True
         ):
             gradient.copy_(total.view_as(gradient))
+
+
+def _check_summed(everything: Sequence[Placement], data: str, grid: HyperCommGrid) -> None:
+    """Refuses gradients that differ between copies, over whose ranks FSDP2's mesh does not sum.
+
+    Args:
+        everything: the model's parameters, some sharded by FSDP2.
+        data: the name of the group over which gradients should be averaged.
+        grid: its grid.
+
+    Raises:
+        GridMismatchError: names the first such parameter and the ranks.
+    """
+    definitions, copies = grid.spec.definitions, []
+    beside: dict[tuple[object, str], tuple[ProcessGroup, ...]] = {}
+    for placement in everything:
+        parameter, gradient = placement.parameter, placement.parameter.grad
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        if gradient is None:
+            continue
+        if (mesh, placement.region) not in beside:
+            name = data if placement.region == "dense" else DATA[1]
+            summed = {grid.rank} if mesh is None else set(mesh.mesh.flatten().tolist())
+            axes = definitions[grid.spec.resolve_name(name)].axes
+            beside[mesh, placement.region] = tuple(
+                group for group in groups_along(axes, grid, (data, DATA[1]))
+                if len(summed.intersection(dist.get_process_group_ranks(group))) == 1
+            )  # fmt: skip
+        groups = beside[mesh, placement.region]
+        if groups:
+            copies.append(Copy(f"the gradient of {placement}", _local(gradient), groups))
+    found = differing(copies)
+    if found is not None:
+        raise GridMismatchError(
+            f"{found}: these ranks have copies of the parameter and other data, and nothing has "
+            "summed over them; give fully_shard all of them, mesh=grid.device_mesh('dp_cp'), for "
+            "experts grid.device_mesh('edp')"
+        )
 
 
 def _local(gradient: Tensor) -> Tensor:

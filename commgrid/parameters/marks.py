@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat.dtensor import gradient_divisors
 
 REGIONS = ("dense", "expert")
 Module = TypeVar("Module", bound=nn.Module)
@@ -95,6 +97,34 @@ def mark_parameters(
             sharing or mark.shared,
         )
     return module
+
+
+def check_averages(modules: Iterable[nn.Module]) -> None:
+    """Refuses experts whose gradients FSDP2 divides by another number than those of the rest.
+
+    It divides by the ranks of its mesh: experts' has fewer, but they see the tokens of all.
+
+    Args:
+        modules: of a model after a forward, sharded by FSDP2 or not.
+
+    Raises:
+        SpecError: names the experts and both numbers.
+    """
+    divisors: dict[nn.Module, float] = {}
+    for module in modules:
+        if isinstance(module, FSDPModule) and module not in divisors:
+            divisors |= gradient_divisors(module)
+    experts = {m: d for m, d in divisors.items() if mark_of("", m, {}).region == "expert"}
+    others = {divisor for module, divisor in divisors.items() if module not in experts}
+    for module, divisor in experts.items():
+        if others and divisor not in others:
+            raise SpecError(
+                f"FSDP2 divides the gradients of {type(module).__name__} by {divisor:g} and those "
+                f"of the rest of the model by {max(others):g}, so that the experts' are "
+                f"{max(others) / divisor:g} times as large; call set_gradient_divide_factor(1.0) "
+                "and set_force_sum_reduction_for_comms(True) on every FSDPModule, and divide the "
+                "loss by the number of ranks with other data, grid.size('dp_cp')"
+            )
 
 
 def mark_of(prefix: str, module: nn.Module, marks: Mapping[str, Mark]) -> Mark:

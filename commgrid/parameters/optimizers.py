@@ -29,6 +29,7 @@ from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.layout import layout_of
+from commgrid.parameters.marks import check_averages
 from commgrid.parameters.placement import Placement, placements
 from commgrid.parameters.sharded_module import LIVE, Slice, check_mesh
 from commgrid.runtime.registry import get_grid
@@ -153,6 +154,8 @@ def _slices_of(optimizer: Optimizer) -> list[Slice]:
     key = [(id(p), hasattr(p, "grad_owner")) for p in updated]
     known = _SLICES.get(optimizer)
     if known is None or known[0] != key:
+        ids = {id(p) for p in updated}
+        check_averages(m for m in LIVE if any(id(p) in ids for p in m.parameters(recurse=False)))
         known = _SLICES[optimizer] = key, list(_slices_in(optimizer))
     return known[1]
 

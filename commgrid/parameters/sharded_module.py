@@ -137,6 +137,13 @@ class ShardedModule(nn.Module):
         _HOOKS.add_user()
         weakref.finalize(self, _HOOKS.remove_user).atexit = False
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As nn.Module's; FSDP2 sets every parameter that it has sharded."""
+        if isinstance(value, DTensor) and name in self.sliced_names:
+            one: Any = value
+            check_mesh(Slice(f"{type(self).__name__}.{name}", one, self.shards_of(name)))
+        super().__setattr__(name, value)
+
     def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
         """The dims along which a parameter is sliced, each with its group."""
         return ((self.shard_dims[name], self.group),) if name in self.shard_dims else ()

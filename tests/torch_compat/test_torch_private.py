@@ -18,6 +18,7 @@ import torch.testing._internal.distributed.fake_pg
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from commgrid.testing import run_on_ranks
 
@@ -74,10 +75,12 @@ def live() -> dict[str, Any]:
     """The first parts of the table's names; torch.distributed is up, with gloo."""
     group = dist.group.WORLD
     assert group is not None
+    sharded = fully_shard(nn.Linear(1, 1))
+    sharded(torch.ones(1, 1))
     return {
         "torch": torch, "nn": nn, "c10d": c10d, "group": group,
         "gloo": group._get_backend(torch.device("cpu")), "Gloo": c10d.ProcessGroupGloo,
-        "DeviceMesh": DeviceMesh,
+        "DeviceMesh": DeviceMesh, "fsdp": sharded._get_fsdp_state(),
         "mesh": init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")),
     }  # fmt: skip
 
