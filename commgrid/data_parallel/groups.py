@@ -42,6 +42,10 @@ class ReductionGroups:
         self._regions = {grid.spec.regions[0].name, *(p.region for p in model)}
         self.used = axes_in_use(model, grid, dense, expert)
         """The axes along which ranks have one model."""
+        many = "pp" in grid.shape
+        self.stages = next(iter(self.along(["pp"])), None) if many else None
+        """The group of one rank of each pipeline stage; None: there is one, or others train
+        nothing."""
 
     def of(self, placement: Placement) -> tuple[ProcessGroup, str]:
         """The group over which a gradient is summed, and its name, of region and partial sums.
@@ -117,6 +121,11 @@ class ReductionGroups:
             return self._common(self.grid.get_group(*axes)) if axes else None
         except UnknownGroupError:
             return None
+
+    @property
+    def everyone(self) -> list[ProcessGroup]:
+        """Groups that together reach all ranks that train the model."""
+        return [group for group in (self.stage(), self.stages) if group is not None]
 
     def cut_over(self, placement: Placement) -> str | None:
         """The group whose ranks each keep a part of a parameter's gradient; None: all keep it."""

@@ -180,7 +180,9 @@ def _other_options(
                     f"{option} is {value} on rank {first} and {theirs.get(option)} on rank "
                     f"{rank}; give the layers of one model the same options on all ranks"
                 )
-    return GridMismatchError(f"layers of the model have other options on each of {list(by_rank)}")
+    return GridMismatchError(
+        f"layers of the model have other options on each of ranks {list(by_rank)}"
+    )
 
 
 def _options_of(model: nn.Module) -> Iterator[tuple[str, str]]:

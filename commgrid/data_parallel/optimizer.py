@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.bucket import Bucket, GradientPart
 from commgrid.data_parallel.gathers import WeightGathers
 from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.equality.comparison import on_all
 from commgrid.errors import CommGridError, ShapeError, SpecError
 
 ELEMENT_WISE = (
@@ -280,26 +279,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores the state at which `state_dict` was called.
 
-        With `shard=True` all ranks call it, since the weights are gathered.
+        All ranks call it.
 
         Raises:
-            ShapeError: the state of this rank, or of another one that shares the weights, is from
-                another model, grid, or rank.
+            ShapeError: the state of this rank, or of another one, is from another model, grid, or
+                rank.
         """
         self.wait()
-        wrong: ShapeError | None = None
+        mine: ShapeError | None = None
         try:
             self._check_fits(state_dict)
         except ShapeError as error:
-            wrong = error
-        for lane in self._reducer.lanes:
-            if self._reducer.shard and lane.group.size() > 1:
-                ranks = dist.get_process_group_ranks(lane.group)
-                for rank, told in zip(ranks, gathered(str(wrong or ""), lane.group), strict=True):
-                    if told and wrong is None:
-                        wrong = ShapeError(f"on rank {rank}, which shares these weights, {told}")
+            mine = error
+        wrong, _ = on_all(mine, self._reducer.groups.everyone)
+        if mine is not None:
+            raise mine
         if wrong is not None:
-            raise wrong
+            raise ShapeError(f"on another rank, {wrong}")
         self._inner.load_state_dict(state_dict["inner"])
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})

@@ -228,10 +228,6 @@ class GradientReducer:
         if optimizer is not None:
             optimizer.wait()
 
-    def leave_out_stages(self) -> None:
-        """Have `finish` compare steps within this stage alone, as another has no reducer."""
-        self._comparison.leave_out_stages()
-
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when an optimizer is about to use gradients."""
         self._comparison.before_step(optimizer, self.held, is_first=not self.after_step)

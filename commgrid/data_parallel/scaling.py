@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import described
 from commgrid.data_parallel.bucket import GradientPart
+from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import KeptGradient
 from commgrid.equality.comparison import ByRank, Fact, ends_of, first_place
 from commgrid.errors import GridMismatchError
@@ -46,16 +47,14 @@ class Scaling:
     """Factors between two measurements of a step's gradients.
 
     Args:
-        pieces: of the reducer.
-        stage: the ranks that have slices or copies of them; None: none has.
-        stages: the group along pp; None: there is one stage.
+        pieces, groups: of the reducer.
+        stage: the ranks that have slices or copies of them; None: no others.
     """
 
     def __init__(
-        self, pieces: Sequence[GradientPart], stage: ProcessGroup | None,
-        stages: ProcessGroup | None,
-    ) -> None:  # fmt: skip
-        self._pieces, self._stage, self._stages = pieces, stage, stages
+        self, pieces: Sequence[GradientPart], groups: ReductionGroups, stage: ProcessGroup | None
+    ) -> None:
+        self._pieces, self._groups, self._stage = pieces, groups, stage
         self._summed: dict[ProcessGroup, list[int]] = {}
         for index, piece in enumerate(pieces if stage is not None else ()):
             self._summed.setdefault(piece.bucket.group, []).append(index)
@@ -68,14 +67,15 @@ class Scaling:
         self.is_edited = False
         """Whether gradients were edited before the last step, also by a factor of 1."""
 
-    def leave_out_stages(self) -> None:
-        """Compare along the stage alone."""
-        self._stages = None
+    @property
+    def _is_needed(self) -> bool:
+        """Whether there are others, and gradients that can be edited."""
+        return not self._groups.shard and bool(self._stage or self._groups.stages)
 
     @torch.no_grad()
     def finished(self, held: Held) -> None:
         """Measure the gradients that `finish` has left, or that the reducer has clipped."""
-        if self._stage is not None or self._stages is not None:
+        if self._is_needed:
             self._before, self._versions = self._measure(held), self._seen(held)
             self._factors, self.is_edited = None, False
 
@@ -94,6 +94,8 @@ class Scaling:
         Args:
             options: of each piece, a number for the options of its optimizer's group; NaN: none.
         """
+        if not self._is_needed:
+            return
         before, after, factors = self._before, self._after, self._factors
         self._before = self._after = self._factors = None
         if before is None or after is None or factors is None:
@@ -109,7 +111,7 @@ class Scaling:
                 error = partial(_edited_apart, group, [self._pieces[index] for index in own])
                 differs = partial(_other_sizes, self._tolerance)
                 yield Fact(group, after[own].view(-1), error, differs)
-        if self._stages is not None:
+        if self._groups.stages is not None:
             table = torch.full((_GROUPS, 6), torch.nan, dtype=torch.float64)
             known = sorted({each for each in options if not math.isnan(each)})[:_GROUPS]
             for row, number in enumerate(known):
@@ -117,7 +119,7 @@ class Scaling:
                 table[row, 0] = number
                 table[row, 1:] = self._of_all(factors[alike], before[alike])[0]
             judge = partial(_stages_apart, self._tolerance)
-            yield Fact(self._stages, table.view(-1), judge, _any_scaled)
+            yield Fact(self._groups.stages, table.view(-1), judge, _any_scaled)
 
     def _measure(self, held: Held) -> Tensor:
         """(pieces, 2): 2-norm and largest absolute value of each gradient; 0: none."""

@@ -69,17 +69,11 @@ class StepComparison:
         self._alike = _groups_alike(slots, groups)
         trained = [slot.placement for slot in slots]
         self._alike_stage = stage = groups.stage(groups.used)
-        stages = next(iter(groups.along(["pp"])), None) if "pp" in groups.grid.shape else None
-        whole = not groups.shard  # else no one may edit gradients
-        self._scaling = Scaling(pieces, stage if whole else None, stages if whole else None)
+        self._scaling = Scaling(pieces, groups, stage)
         self._inputs = InputRecord()
         layers = (group for placement in trained for group in _layer_groups(placement))
         self._input_groups = list(dict.fromkeys(layers))
-        lines = groups.along(sorted(groups.used - groups.data_axes))
-        self._lines = [*lines, *([stages] if stages is not None else [])]
-        self._grid, self._stage = groups.grid, groups.stage()
-        self._everyone = [group for group in (self._stage, stages) if group is not None]
-        self._stages = stages
+        self._groups, self._stage = groups, groups.stage()
         self._copies: dict[ProcessGroup, list[GradientPart]] = {}
         for piece in pieces:
             for group in groups.along(groups.unsummed(piece.slot.placement)):
@@ -103,12 +97,6 @@ class StepComparison:
     def _compares_edits(self) -> bool:
         """Whether it compares edits of gradients: also after each step that had some."""
         return self._is_due or self._is_edited
-
-    def leave_out_stages(self) -> None:
-        """Compare within this stage alone: another one has no reducer, as it trains nothing."""
-        for groups in (self._lines, self._everyone):
-            groups[:] = [group for group in groups if group is not self._stages]
-        self._scaling.leave_out_stages()
 
     def close(self) -> None:
         """Compare and record no more."""
@@ -162,7 +150,7 @@ class StepComparison:
         wrong, mark = None, self._scaling.is_edited
         if self._compares_edits:
             facts = self._facts(held, divisor) if self._is_due else self._facts_of_edits()
-            wrong, mark = compare(facts, self._everyone, mark)
+            wrong, mark = compare(facts, self._groups.everyone, mark)
         self._step, self._is_edited = self._step + 1, mark
         self._used, self._sent = {}, {}
         self._options.clear()
@@ -198,7 +186,8 @@ class StepComparison:
             found = [self._options.get(id(slot.parameter), (torch.nan, {})) for slot in slots]
             error = partial(_other_options, group, slots, [each for _, each in found])
             yield Fact(group, [number for number, _ in found], error)
-        for group in self._lines:
+        lines = self._groups.along(sorted(self._groups.used - self._groups.data_axes))
+        for group in (*lines, *([self._groups.stages] if self._groups.stages is not None else [])):
             yield Fact(group, [divisor], partial(_other_counts, group), _other_divisor)
 
     def _sharded_over(self) -> Iterator[ProcessGroup]:
@@ -206,10 +195,10 @@ class StepComparison:
         if self._stage is None:
             return
         own: dict[str, ProcessGroup] = {}
-        names = self._grid.group_names
+        names = self._groups.grid.group_names
         for name in names:
             with suppress(CommGridError):  # this rank is not in it, or it is suspended
-                own[name] = self._grid.get_group(name)
+                own[name] = self._groups.grid.get_group(name)
         noted = [name in own and self._inputs.has_batches(own[name]) for name in names]
         mine = torch.tensor(noted, device=device_for(self._stage)).long()
         found = zip(names, all_reduce(mine, self._stage, op="max").tolist(), strict=True)

@@ -89,6 +89,18 @@ def compare(
     for group, alike in by_group.items():
         told = _compare(group, alike)
         wrong = wrong or told
+    return on_all(wrong, everyone, mark)
+
+
+def on_all(
+    wrong: CommGridError | None, everyone: Iterable[ProcessGroup], mark: bool = False
+) -> tuple[CommGridError | None, bool]:
+    """Return this rank's error, or another rank's, and whether any rank has the mark; collective.
+
+    Args:
+        wrong: of this rank; None: it has none.
+        everyone, mark: as for `compare`.
+    """
     for group in everyone:
         mine = torch.tensor([wrong is not None, mark], device=device_for(group)).long()
         is_wrong, mark = map(bool, all_reduce(mine, group, op="max").tolist())
