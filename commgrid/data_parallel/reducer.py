@@ -52,9 +52,10 @@ from commgrid.data_parallel.reduction import Reductions
 from commgrid.data_parallel.slot import KeptGradient, Slot, is_capturing
 from commgrid.data_parallel.step_checks import STEP_HOOKS
 from commgrid.data_parallel.step_comparison import StepComparison
-from commgrid.data_parallel.sync_result import SyncResult, check_finite, losses_not_told
+from commgrid.data_parallel.sync_result import SyncResult, check_finite
 from commgrid.errors import CommGridError, SpecError, UnknownGroupError
 from commgrid.parameters import placements
+from commgrid.parameters.loss_owner import losses_not_told
 from commgrid.parameters.placement import shared_last
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -466,7 +467,7 @@ class GradientReducer:
 
 FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
     lambda reducer, _: changed_after_sending(reducer.slots),
-    lambda reducer, count: losses_not_told(reducer.model) if count is not None else None,
+    lambda reducer, count: losses_not_told(reducer.model.modules(), counted=count is not None),
     GradientReducer._reduce,
     lambda reducer, _: changed(reducer.model, reducer.slots),
     GradientReducer._compare,

@@ -19,6 +19,7 @@ from commgrid.data_parallel.slot import slot_of
 from commgrid.data_parallel.step_checks import mark_used
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat.autograd_nodes import note_scaled
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -61,6 +62,13 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled:  # stages that have no loss to scale need it too
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
+    def scale(self, outputs: Any) -> Any:
+        """torch's; losses that modules add by themselves are scaled alike, if in this backward."""
+        scaled = super().scale(outputs)
+        if self._enabled and isinstance(scaled, Tensor):
+            note_scaled(scaled)
+        return scaled
+
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """torch's step; afterwards gradients count as used, even if the step was skipped."""
         result = super().step(optimizer, *args, **kwargs)
@@ -76,10 +84,6 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         """torch's, also on gradients kept by reducers; `found_inf` is the maximum of all ranks."""
         reducers, others = _split(optimizer)
-        for module in (module for reducer in reducers for module in reducer.model.modules()):
-            check: Any = getattr(module, "check_losses", None)
-            if check is not None:
-                check(scaled=True)
         held = [g for reducer, own in reducers.items() for g in reducer.gradients_of(own)]
         for parameter in others:
             if parameter.grad is not None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -213,18 +212,6 @@ def _lopsided(lane: Lane, heard: Sequence[float]) -> CommGridError | None:
                 f"this rank has {mine}; every rank must use it in a step, or none, or say "
                 'GradientReducer(unused="zero") to count it as zero where it is not used'
             )
-    return None
-
-
-def losses_not_told(model: nn.Module) -> CommGridError | None:
-    """The error of a router that was not told that losses are sums, as a count implies."""
-    for module in model.modules():
-        check: Any = getattr(module, "check_losses", None)
-        if check is not None:
-            try:
-                check(counted=True)
-            except CommGridError as error:
-                return error
     return None
 
 

@@ -11,50 +11,11 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from commgrid.errors import ShapeError, SpecError
-
-
-class LossOwner(nn.Module):
-    """A module that adds losses of its own to the model's.
-
-    Attributes:
-        loss_scale: factor of the model's loss before backward; read in backward. None: not set,
-            taken for 1.
-    """
-
-    loss_scale: float | Tensor | None = None
-
-    def attach(self, tensor: Tensor, loss: Tensor) -> Tensor:
-        """The tensor itself; its backward adds the gradients of the loss, scaled."""
-        attached: Tensor = _with_loss(tensor, loss, self)
-        return attached
-
-
-class _WithLoss(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, loss: Tensor, owner: LossOwner) -> Tensor:
-        ctx.owner, ctx.like = owner, loss.detach()
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        scale = ctx.owner.loss_scale
-        if isinstance(scale, Tensor):
-            return gradient, scale.to(ctx.like), None
-        return gradient, torch.full_like(ctx.like, 1.0 if scale is None else scale), None
-
-
-def _attach(tensor: Tensor, loss: Tensor, owner: LossOwner) -> Any:
-    return _WithLoss.apply(tensor, loss, owner)  # type: ignore[no-untyped-call]
-
-
-# Compiled, backward would read the scale of the step that traced it.
-_with_loss = torch.compiler.disable(_attach)  # type: ignore[no-untyped-call]
+from commgrid.parameters.loss_owner import LossOwner
 
 
 def follow_loss_scale(loss: Tensor, model: nn.Module) -> Tensor:

@@ -13,8 +13,7 @@
 | `capacity_factor` | an expert takes so many times its even share, by weight, and the rest is dropped | Switch |
 
 Backward adds the gradients of both losses to those of the weight and the tokens, as if the two were
-part of the model's loss. Autograd cannot tell a loss that was multiplied, by a GradScaler or by
-1 / microbatches, from an unscaled one: `follow_loss_scale` or `set_loss_scale` gives the factor.
+part of the model's loss; `parameters.loss_owner.py` has the factor, where that is multiplied.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torch import Tensor, nn
 from commgrid.collectives import Group, all_reduce
 from commgrid.collectives.plain import resolve
 from commgrid.errors import CommGridError, ShapeError, SpecError
-from commgrid.expert.loss_scale import LossOwner
 from commgrid.layout.axis_names import nearest
+from commgrid.parameters.loss_owner import LossOwner
 
 SCORES = ("softmax", "sigmoid")
 
@@ -325,34 +324,9 @@ class Router(LossOwner):
             losses["z_loss"] = scale * self.z_loss * square
         return losses
 
-    def check_losses(self, *, counted: bool = False, scaled: bool = False) -> None:
-        """Raise if this router's losses do not fit the step.
-
-        GradientReducer and GradScaler call it for each module that has it.
-
-        Args:
-            counted: gradients are divided by a count of tokens.
-            scaled: a GradScaler divides gradients by its scale.
-
-        Raises:
-            CommGridError: `counted`, and the router has no `summed_loss`; or `scaled`, and no
-                `loss_scale`.
-        """
-        named = [name for name in ("aux_loss", "z_loss") if getattr(self, name)]
-        if not named or not self.training:
-            return
-        who, their = f"Router({self.extra_repr()})", " and ".join(named)
-        if counted and self.summed_loss is None:
-            raise CommGridError(
-                f"{who}: finish(count=…) divides the gradients of a summed loss, but its {their} "
-                "are added to a mean. Give summed_loss=True, or False if the model's loss is a mean"
-            )
-        if scaled and self.loss_scale is None:
-            raise CommGridError(
-                f"{who}: the GradScaler multiplied the model's loss, but not the router's {their}. "
-                "Call loss = commgrid.expert.follow_loss_scale(loss, model) before scaler.scale("
-                "loss), and on pipeline stages without a loss commgrid.expert.set_loss_scale"
-            )
+    @property
+    def added(self) -> str:
+        return " and ".join(name for name in ("aux_loss", "z_loss") if getattr(self, name))
 
     @torch.no_grad()
     def update_bias(self, group: Group | None = None) -> None:

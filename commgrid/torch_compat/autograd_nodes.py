@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_NOTE = "commgrid module"
+from commgrid.torch_compat.mesh import Replaced
+
+_NOTE, _SCALED = "commgrid module", "commgrid scaled"
 
 
 def note_new(tensors: Iterable[Any], text: str) -> None:
@@ -30,3 +34,102 @@ def noted() -> str | None:
     """The text on the node whose backward this thread runs; None: there is none."""
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node.metadata.get(_NOTE)
+
+
+@dataclass(frozen=True)
+class LossFactor:
+    """A number that a loss was multiplied by.
+
+    Args:
+        factor: of shape ().
+        divisor: its inverse, where the program gave a number; 0: it is part of a mean, or a tensor.
+        is_scaler: whether `note_scaled` was called for the product.
+    """
+
+    factor: Tensor
+    divisor: float
+    is_scaler: bool
+
+
+def note_scaled(loss: Tensor) -> None:
+    """Mark a loss as the product of the program's loss and a scale."""
+    node: Any = loss.grad_fn
+    if node is not None:
+        node.metadata[_SCALED] = True
+
+
+class BackwardPass:
+    """A call of `torch.autograd.backward`, with those that are made within it.
+
+    Args:
+        root: what it is called for.
+        gradient: of the root; None: 1.
+
+    Attributes:
+        factors: of the root, the last one first; empty unless it is one number.
+        readers: that have counted this pass.
+    """
+
+    def __init__(self, root: Any, gradient: Any) -> None:
+        self.readers: set[int] = set()
+        self.factors: list[LossFactor] = []
+        root, gradient = _single(root), _single(gradient)
+        if root is None:
+            return
+        if gradient is not None:
+            self.factors.append(LossFactor(gradient.detach(), _inverse(gradient), False))
+        node: Any = root.grad_fn
+        while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
+            inner = [before for before, _ in node.next_functions if before is not None]
+            other = node._saved_other if len(inner) == 1 else None
+            if other is None or other.dim():
+                break
+            # Numbers of the program come as tensors of these dtypes, losses seldom do.
+            is_mean = inner[0].name().startswith("SumBackward")
+            given = other.dtype in (torch.int64, torch.float64) and not is_mean
+            exact = other.detach().to(torch.float64)
+            of_product = exact.reciprocal() if node.name() == "DivBackward0" else exact
+            divisor = _inverse(of_product) if given else 0.0
+            self.factors.append(LossFactor(of_product, divisor, _SCALED in node.metadata))
+            node = inner[0]
+
+
+def watch_backward() -> Replaced:
+    """Look at the graph of what backward is called for before it frees it.
+
+    Returns:
+        A handle, whose `remove` ends it.
+    """
+    start = torch.autograd.backward
+
+    @wraps(start)
+    def watched(tensors: Any, grad_tensors: Any = None, *args: Any, **named: Any) -> None:
+        _RUNNING.append(BackwardPass(tensors, grad_tensors))
+        try:
+            start(tensors, grad_tensors, *args, **named)
+        finally:
+            _RUNNING.pop()
+
+    made = Replaced(torch.autograd, "backward", start, watched)
+    torch.autograd.backward = watched
+    return made
+
+
+_RUNNING: list[BackwardPass] = []
+
+
+def running_pass() -> BackwardPass | None:
+    """The outermost pass that runs; None: it was not started by `torch.autograd.backward`."""
+    return _RUNNING[0] if _RUNNING else None
+
+
+def _single(given: Any) -> Tensor | None:
+    """The tensor of shape () that was given, alone or in a sequence."""
+    if isinstance(given, list | tuple) and len(given) == 1:
+        given = given[0]
+    return given if isinstance(given, Tensor) and not given.dim() else None
+
+
+def _inverse(number: Tensor) -> float:
+    """1 / number; 0 where reading it would wait for a device, or it is 0."""
+    return 1 / float(number) if number.device.type == "cpu" and bool(number) else 0.0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -160,7 +162,8 @@ def not_told() -> list[str]:
     reducer = GradientReducer(made)
     optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=4.0)
-    scaler.scale(made(tokens()).square().mean()).backward()
+    y = made(tokens())  # as on a pipeline stage without a loss
+    y.backward(scaler.scale(2 * y.detach() / y.numel()))
     reducer.finish()
     with pytest.raises(CommGridError) as caught:
         scaler.unscale_(optimizer)
@@ -184,6 +187,130 @@ def test_a_scaled_or_summed_loss_that_routers_do_not_know_is_refused_on_every_ra
         assert "follow_loss_scale(loss, model)" in scaled
         assert "finish(count=…) divides the gradients of a summed loss" in summed
         assert "Give summed_loss=True, or False" in summed
+
+
+def accumulated(
+    made: nn.Module,
+    passes: int,
+    backward: Callable[[Tensor], None],
+    reducer: GradientReducer | None = None,
+    told: bool = False,
+) -> list[Tensor]:
+    """As many passes over other tokens; the gradients of the mean of their losses."""
+    batches = [tokens(seed) for seed in range(passes)]
+    for i, x in enumerate(batches):
+        more = reducer is not None and i + 1 < passes
+        with reducer.no_sync() if reducer is not None and more else nullcontext():
+            loss = made(x).square().mean()
+            backward(follow_loss_scale(loss, made) if told else loss)
+    return expected(made, batches, 1 / passes)
+
+
+SCALED: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "scaled": lambda scaler, loss: scaler.scale(loss),
+    "divided afterwards": lambda scaler, loss: scaler.scale(loss) / 3,
+    "multiplied afterwards": lambda scaler, loss: scaler.scale(loss) * (1 / 3),
+}
+
+
+@pytest.mark.ranks(1, ep=1, etp=1)
+@pytest.mark.parametrize("how", SCALED)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_scaled_loss_tells_routers_by_itself(how: str, reduced: bool, optimizer: Any) -> None:
+    """With a reducer or without, over two steps; after a failed backward too."""
+    made = layer()
+    reducer = GradientReducer(made) if reduced else None
+    update, scaler = optimizer(made.parameters(), lr=0.1), GradScaler("cpu", init_scale=4096.0)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        scaler.scale(torch.zeros(())).backward()
+    passes = 1 if how == "scaled" else 3
+    for _ in range(2):
+        before = copy.deepcopy(made)
+        accumulated(made, passes, lambda loss: SCALED[how](scaler, loss).backward(), reducer)
+        if reducer is not None:
+            reducer.finish()
+        scaler.unscale_(update)
+        same(made, expected(before, [tokens(seed) for seed in range(passes)], 1 / passes), 1.0)
+        scaler.step(update)
+        scaler.update()
+        made.zero_grad()
+
+
+DIVIDED: dict[str, Callable[[Tensor], None]] = {
+    "divided": lambda loss: (loss / 3).backward(),
+    "in place": lambda loss: loss.div_(3).backward(),
+    "multiplied": lambda loss: (loss * (1 / 3)).backward(),
+    "by the gradient": lambda loss: loss.backward(torch.tensor(1 / 3, dtype=torch.float64)),
+    "and weighed": lambda loss: (0.5 * (loss / 3)).backward(),
+    "before it is scaled": lambda loss: (loss / 3 * torch.tensor(8.0)).backward(),
+}
+
+
+@pytest.mark.ranks(1, ep=1, etp=1)
+@pytest.mark.parametrize("how", DIVIDED)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_a_loss_divided_by_the_number_of_passes_is_refused(how: str, reduced: bool) -> None:
+    made = layer()
+    reducer = GradientReducer(made) if reduced else None
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    told = r"divided by 3 in each of 3 backward passes, but the router's aux_loss and z_loss"
+    for _ in range(2):
+        accumulated(made, 3, DIVIDED[how], reducer)
+        with pytest.raises(CommGridError, match=told):
+            (optimizer.step if reducer is None else reducer.finish)()
+        made.zero_grad()
+        reducer = None if reducer is None else (reducer.close(), GradientReducer(made))[1]  # type: ignore[func-returns-value]
+
+
+@pytest.mark.ranks(1, ep=1, etp=1)
+def test_losses_that_are_told_or_not_divided_pass() -> None:
+    """A sum divided by its tokens, weights of losses, one pass, other divisors, and a told one."""
+    made = layer()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+    wanted = accumulated(made, 3, lambda loss: (loss / 3).backward(), told=True)
+    same(made, wanted, 1.0)
+    optimizer.step()
+    made = layer()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.0)
+    for passes, backward in (
+        (3, lambda loss: loss.backward()),
+        (1, lambda loss: (loss / 2).backward()),
+        (3, lambda loss: (0.5 * loss).backward()),
+        (2, lambda loss: (loss / 3).backward()),
+        (3, lambda loss: (loss.expand(3).sum() / 3).backward()),
+    ):
+        made.zero_grad()
+        accumulated(made, passes, backward)
+        optimizer.step()
+    both = (made(tokens(1)).square().mean() + made(tokens(2)).square().mean()) / 2
+    both.backward()  # one pass through the router twice
+    optimizer.step()
+
+
+@pytest.mark.ranks(1, ep=1, etp=1)
+def test_torchs_grad_scaler_needs_a_told_loss() -> None:
+    made = layer()
+    optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+    for told in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        accumulated(made, 1, lambda loss, scaler=scaler: scaler.scale(loss).backward(), told=told)  # type: ignore[misc]
+        if told:
+            scaler.step(optimizer)
+            continue
+        with pytest.raises(CommGridError, match="GradScaler multiplied the model's loss, but not"):
+            scaler.step(optimizer)
+        made.zero_grad()
+
+
+def test_backward_is_torchs_again_without_routers() -> None:
+    before = torch.autograd.backward
+    router = Router(4, 4, 2, z_loss=0.1)
+    router(torch.randn(3, 4)).weights.sum().backward()
+    assert torch.autograd.backward is not before
+    del router
+    gc.collect()
+    assert torch.autograd.backward is before
 
 
 def test_bad_scales() -> None:
