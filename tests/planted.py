@@ -401,11 +401,11 @@ MUTANTS = (
         ("tests/pipeline/test_runner.py::test_losses_and_gradients_are_the_unsplit_models[2]",),
     ),
     Mutant(
-        "a shared parameter loses the gradients of earlier steps",
-        "commgrid/pipeline/tied.py",
-        "parameter.grad = found if earlier is None else earlier.add_(found)",
-        "parameter.grad = found",
-        ("tests/pipeline/test_runner.py::test_shared_gradients_add_up_over_steps",),
+        "shared parameters train without a reducer",
+        "commgrid/pipeline/stage.py",
+        "if self._shares and self.reducer is None:",
+        "if self._shares and self.reducer is not None:",
+        ("tests/pipeline/test_tied.py::test_copies_without_a_reducer_do_not_train",),
     ),
     Mutant(
         "a stage receives from itself",

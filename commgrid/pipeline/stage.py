@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.pipeline.execution import Execution, Loss
 from commgrid.pipeline.p2p import StageLinks
-from commgrid.pipeline.tied import add_up, check_reduced, check_shared, set_aside
+from commgrid.pipeline.tied import check_reduced, check_shared, refuse_unsummed
 from commgrid.pipeline_schedules.messages import Program, programs
 from commgrid.pipeline_schedules.proof import check_schedule
 from commgrid.pipeline_schedules.schedule import (
@@ -118,7 +116,7 @@ class Pipeline:
             isinstance(a, BackwardInput) for order in self.schedule.orders for a in order
         )  # fmt: skip
         check_reduced(self.chunks, reducer, self.links.group.group, splits=splits)
-        check_shared(self._model, self.links.group.group)
+        self._shares = check_shared(self._model, self.links.group.group)
         self._program = programs(self.schedule)[self.stage]
         self._final = _final_backwards(self.schedule.orders[self.stage])
         uses = Counter(id(p) for chunk in self.chunks for p in {*chunk.parameters()})
@@ -138,20 +136,6 @@ class Pipeline:
     def is_last(self) -> bool:
         """Whether this stage has the last part, which takes the targets."""
         return self.stage == self.schedule.num_stages - 1
-
-    def write_spans(self, path: str | Path) -> None:
-        """Writes this stage's `spans` as JSON lines, for `commgrid show --schedule … --spans`.
-
-        Clocks of ranks on one machine agree; of ranks on several each file has its own zero.
-
-        Args:
-            path: a file of this stage's own; written anew.
-        """
-        rows = (
-            {"stage": action.stage, "action": str(action), "start": start, "end": end}
-            for action, (start, end) in self.spans.items()
-        )
-        Path(path).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
     # -- what a step does ---------------------------------------------------------------
 
@@ -175,24 +159,25 @@ class Pipeline:
             On the last stage the losses, of shape (num_microbatches,); elsewhere None.
 
         Raises:
+            SpecError: stages share a parameter, and have no reducer.
             ShapeError: another number of microbatches, or tensors whose shapes change between
                 microbatches.
             PeerFailedError: another stage failed, or is gone; names it. The grid is then destroyed,
                 also on the failing stage, which raises its own error.
         """
+        if self._shares and self.reducer is None:
+            with named_failures(self._live_grid(), agreed=(SpecError,)):
+                refuse_unsummed(self._model, self.links.group.group)
         run = Execution(
             self.chunks, self.links, self.schedule, inputs, targets, kwargs, loss=self.loss,
             final=self.final_backward,
         )  # fmt: skip
         with named_failures(self._live_grid(), run.where):
             run.check()
-            before = set_aside(self._model) if self.reducer is None else {}
             found = run.through(self._program)
             if not self._has_trained:
                 self._check_graphs(run.without_graph())
             self.spans = run.spans
-            if self.reducer is None:
-                add_up(self._model, before)
         return torch.stack([found[i].detach() for i in sorted(found)]) if found else None
 
     def evaluate(

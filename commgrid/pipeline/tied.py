@@ -1,29 +1,24 @@
-"""Gradients of a stage: checks that they are reduced, and sums over stages that share a parameter.
+"""Gradients of a stage: checks that they are reduced over data, and summed over shared copies.
 
-Stages may have copies of a parameter, such as an embedding tied to the head. The gradients of the
-copies are added up over their group. A GradientReducer does that itself, before its sum over data;
-without one, this does it at the end of a step.
+Stages may have copies of a parameter, such as an embedding tied to the head. A GradientReducer adds
+up the gradients of the copies over their group, before its sum over data.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.errors import GridMismatchError, SpecError
-from commgrid.parameters import placements
+from commgrid.parameters import Placement, placements
 from commgrid.parameters.placement import shared_last
-
-Gradients = dict[nn.Parameter, Tensor | None]
 
 
 def check_reduced(
@@ -86,53 +81,53 @@ def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None, s
     return ""
 
 
-def shared_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
-    """Those with copies on other ranks, each with the group that has them; by group."""
-    for placement in shared_last(placements(model)):
-        shared = placement.shared
-        if shared is not None and shared.size > 1 and placement.parameter.requires_grad:
-            yield placement.parameter, shared.group
-
-
-def set_aside(model: nn.Module) -> Gradients:
-    """Detaches the gradients of earlier steps, which are sums over all copies already."""
-    before: Gradients = {}
-    for parameter, _ in shared_parameters(model):
-        before[parameter], parameter.grad = parameter.grad, None
-    return before
-
-
-def add_up(model: nn.Module, before: Gradients) -> None:
-    """Sums this step's gradients over the copies, and adds what was set aside.
-
-    A copy without a gradient counts as zero, so that all of them stay equal.
-    """
-    for parameter, group in shared_parameters(model):
-        found = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        start_all_reduce_(found, group).wait()
-        earlier = before.get(parameter)
-        parameter.grad = found if earlier is None else earlier.add_(found)
-
-
-def check_shared(model: nn.Module, pipeline: ProcessGroup) -> None:
-    """Refuses stages whose copies are not alike, whose sums would be of different things.
+def check_shared(model: nn.Module, pipeline: ProcessGroup) -> bool:
+    """Return whether stages share parameters; refuse copies that are not alike.
 
     Raises:
         GridMismatchError: a stage that shares others, in number, shape, dtype or order, or none.
     """
     mine: dict[tuple[int, ...], list[str]] = {}
-    for parameter, group in shared_parameters(model):
-        copies = mine.setdefault(tuple(dist.get_process_group_ranks(group)), [])
-        copies.append(f"{tuple(parameter.shape)} {str(parameter.dtype).removeprefix('torch.')}")
-    told = gathered(mine, pipeline)
-    everyone = dist.get_process_group_ranks(pipeline)
-    for rank, theirs in zip(everyone, told, strict=True):
-        for ranks, copies in theirs.items():
-            for other, others in zip(everyone, told, strict=True):
-                if other in ranks and others.get(ranks) != copies:
+    copies = _copies(model)
+    for placement, ranks in copies:
+        if (p := placement.parameter).requires_grad:
+            said = f"{tuple(p.shape)} {str(p.dtype).removeprefix('torch.')}"
+            mine.setdefault(ranks, []).append(said)
+    told = gathered((mine, bool(copies)), pipeline)
+    everyone = dict(zip(dist.get_process_group_ranks(pipeline), told, strict=True))
+    for rank, (theirs, _) in everyone.items():
+        for ranks, shared in theirs.items():
+            for other, (others, _) in everyone.items():
+                if other in ranks and others.get(ranks) != shared:
                     raise GridMismatchError(
-                        f"rank {rank} shares parameters {', '.join(copies)} with ranks "
+                        f"rank {rank} shares parameters {', '.join(shared)} with ranks "
                         f"{list(ranks)}, but rank {other} shares "
                         f"{', '.join(others.get(ranks, [])) or 'none'}; mark the same ones in the "
                         "same order on all of them: mark_parameters(…, shared=…)"
                     )
+    return any(has_copies for _, has_copies in told)
+
+
+def refuse_unsummed(model: nn.Module, pipeline: ProcessGroup) -> None:
+    """Refuse to train shared parameters without a reducer, which alone sums their gradients.
+
+    Raises:
+        SpecError: on every stage; names a parameter and the ranks with copies of it.
+    """
+    trained = [(each.name, ranks) for each, ranks in _copies(model) if each.parameter.requires_grad]
+    for name, ranks in (found[0] for found in gathered(trained, pipeline) if found):
+        raise SpecError(
+            f"Pipeline: {name!r} has a copy on each of ranks {list(ranks)}, and without a reducer "
+            "the gradients of the copies are not summed; give every stage "
+            "reducer=GradientReducer(torch.nn.ModuleList(chunks)). FSDP2 reduces by itself and "
+            "sums no copies: use weights of their own on each stage there"
+        )
+
+
+def _copies(model: nn.Module) -> list[tuple[Placement, tuple[int, ...]]]:
+    """The parameters with copies on other stages, each with the ranks that have them; by group."""
+    return [
+        (placement, tuple(dist.get_process_group_ranks(placement.shared.group)))
+        for placement in shared_last(placements(model))
+        if placement.shared is not None and placement.shared.size > 1
+    ]

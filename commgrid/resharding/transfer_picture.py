@@ -10,7 +10,7 @@ from commgrid.errors import SpecError
 from commgrid.layout.rank_text import listed_ranks
 from commgrid.resharding.traffic import VERSION, Traffic, as_table, bytes_of
 from commgrid.viz.figure import ALERT, FAINT, INK, PAPER, ink_on, new_figure
-from commgrid.viz.json_lines import read_json
+from commgrid.viz.json_file import read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from commgrid.errors import SpecError
 from commgrid.pipeline_schedules.schedule import Computation, Schedule
 from commgrid.pipeline_schedules.simulator import Simulation, Span
 from commgrid.viz.figure import colour, ink_on, new_figure
-from commgrid.viz.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,7 +67,7 @@ def _check(schedule: Schedule, measured: Mapping[Computation, Span]) -> None:
             action = min(wrong, key=str)
             raise SpecError(
                 f"the measured spans {what} {action} of stage {action.stage}, unlike {schedule}; "
-                "were they written by a run of another schedule, or of fewer stages?"
+                "are they of another schedule, or of fewer stages?"
             )
 
 
@@ -123,21 +121,3 @@ def _legend(figure: Figure, schedule: Schedule) -> None:
     figure.legend(
         handles=handles, ncols=len(handles), loc="outside lower center", frameon=False, fontsize=8
     )
-
-
-def read_spans(paths: Sequence[Path], schedule: Schedule) -> dict[Computation, Span]:
-    """The spans that `Pipeline.write_spans` has written, one file a stage.
-
-    Raises:
-        SpecError: a file that is not there or not one of these.
-    """
-    by_name = {(a.stage, str(a)): a for order in schedule.orders for a in order}
-
-    def read(row: Mapping[str, Any]) -> tuple[Computation, Span]:
-        stage, name = int(row["stage"]), str(row["action"])
-        if (stage, name) not in by_name:
-            raise SpecError(f"{schedule} has no action {name} on stage {stage}")
-        return by_name[stage, name], (float(row["start"]), float(row["end"]))
-
-    expected = '{"stage": 0, "action": "F0", "start": 0.0, "end": 0.1}'
-    return dict(row for path in paths for row in read_json_lines(path, expected, read))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import colour, new_figure
-from commgrid.viz.json_lines import read_json_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -59,12 +59,19 @@ def read_curve(path: Path) -> Curve:
     Raises:
         SpecError: a file that is not there, or has none.
     """
-    rows = read_json_lines(
-        path,
-        'as train_gpt --metrics writes it {"step": 1, "loss": 5.5, …}',
-        lambda row: (int(row["step"]), float(row["loss"])),
-        constant=float,
-    )
+    rows = []
+    try:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                row = json.loads(line)
+                rows.append((int(row["step"]), float(row["loss"])))
+            except (ValueError, KeyError, TypeError) as error:
+                raise SpecError(
+                    f"{path}, line {number}: expected as train_gpt --metrics writes it "
+                    f'{{"step": 1, "loss": 5.5, …}}, got {line[:60]!r}'
+                ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: cannot be read: {error}") from error
     if not rows:
         raise SpecError(f"{path}: has no steps; is the run over its first one?")
     steps, losses = zip(*rows, strict=True)

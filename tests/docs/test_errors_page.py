@@ -45,8 +45,6 @@ FILLED_IN = {
     "SpecError: within.…=…: …": ["within.…=…: level …: cluster … has …"],
     "SpecError: grid …: …": ["grid …: within.…=…: …, a group of …, run on hosts …"],
     "SpecError: … of shape … …": ["… of shape … …"],
-    "SpecError: …, line …: …": ["…, line …: …"],
-    "SpecError: …, line …: expected …, got …": ["…, line …: expected …, got …"],
     "SpecError: …: a tensor on …: …": ["…: a tensor on …: …"],
     "SpecError: nccl_communicator_config_path=…: …": ["nccl_communicator_config_path=…"],
     "ShapeError: …": [

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import GridMismatchError, SpecError
-from commgrid.data_parallel import GradientReducer, ShardedOptimizer, gradient_norm
+from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.parameters import mark_parameters
 from commgrid.pipeline import (
     Backward,
@@ -221,7 +221,7 @@ def cross_entropy(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def tied(
-    stages: int, num_chunks: int, name: str, shard: bool | None
+    stages: int, num_chunks: int, name: str, shard: bool
 ) -> tuple[int, list[float], dict[str, Tensor]]:
     """Steps over pp and dp; gradients of the last, and each step's norm."""
     groups = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
@@ -231,8 +231,8 @@ def tied(
     for part in range(stage, num_parts, stages):
         chunks.append(Tied(part, num_parts, chunks[0].table if chunks and stages == 1 else None))
     model = nn.ModuleList(chunks)
-    reducer = GradientReducer(model, shard=shard, bucket_bytes=256) if shard is not None else None
-    keeper = ShardedOptimizer(reducer, torch.optim.SGD) if reducer is not None and shard else None
+    reducer = GradientReducer(model, shard=shard, bucket_bytes=256)
+    keeper = ShardedOptimizer(reducer, torch.optim.SGD) if shard else None
     pipeline = Pipeline(chunks, name, num_microbatches=4, loss=cross_entropy, reducer=reducer)
     norms = []
     for step in range(2):
@@ -241,13 +241,8 @@ def tied(
         microbatches = list(tokens.chunk(4))
         model.zero_grad()
         pipeline.step(microbatches, microbatches)
-        if reducer is not None:
-            reducer.finish(count=tokens.numel())
-            norms.append(reducer.gradient_norm().item())
-        else:
-            norms.append(gradient_norm(model).item() / tokens.numel())
-            for p in model.parameters():
-                p.grad = None if p.grad is None else p.grad / tokens.numel()
+        reducer.finish(count=tokens.numel())
+        norms.append(reducer.gradient_norm().item())
     found = {
         f"{stage + stages * i}.{name}": gradient
         for i, chunk in enumerate(chunks) if keeper is None
@@ -258,47 +253,25 @@ def tied(
     return grid.rank, norms, found
 
 
-def accumulated() -> list[float]:
-    """The shared table's gradient after each of three steps without zero_grad."""
-    groups = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
-    grid = commgrid.initialize(pp=2, groups=groups)
-    part = Tied(grid.get_local_rank("pp"), 2)
-    pipeline = Pipeline(part, num_microbatches=1, loss=cross_entropy)
-    tokens, found = torch.arange(6).view(2, 3), []
-    for _ in range(3):
-        pipeline.step([tokens], [tokens])
-        assert part.table.weight.grad is not None
-        found.append(part.table.weight.grad.norm().item())
-    return found
-
-
-def test_shared_gradients_add_up_over_steps() -> None:
-    first, second = run_on_ranks(accumulated, 2)
-    assert first == second
-    assert first == pytest.approx([first[0], 2 * first[0], 3 * first[0]], rel=1e-12)
-
-
-def unused(with_reducer: bool) -> list[float] | None:
+def unused() -> list[float] | None:
     """The table's gradient where the last stage does not use its copy in this step."""
     groups = {"embedding": {"of": "pp", "pick": ["first", "last"]}}
     grid = commgrid.initialize(pp=2, groups=groups)
     part = Tied(grid.get_local_rank("pp"), 2)
     part.last = False
-    reducer = GradientReducer(part) if with_reducer else None
+    reducer = GradientReducer(part)
     pipeline = Pipeline(
         part, num_microbatches=1, loss=lambda y, target: y.square().sum(), reducer=reducer
     )  # fmt: skip
     tokens = torch.arange(6).view(2, 3)
     pipeline.step([tokens], [tokens])
-    if reducer is not None:
-        reducer.finish()
+    reducer.finish()
     gradient = part.table.weight.grad
     return None if gradient is None else gradient.flatten().tolist()
 
 
-@pytest.mark.parametrize("with_reducer", [False, True])
-def test_copies_of_which_one_is_not_used_stay_equal(with_reducer: bool) -> None:
-    first, second = run_on_ranks(unused, 2, with_reducer)
+def test_copies_of_which_one_is_not_used_stay_equal() -> None:
+    first, second = run_on_ranks(unused, 2)
     assert first == second
     assert first is not None
     assert any(first)
@@ -358,7 +331,7 @@ def whole(num_parts: int) -> tuple[list[float], dict[str, Tensor]]:
     ("world", "stages", "num_chunks", "name", "shard"),
     [
         (2, 1, 2, "interleaved", False),
-        (2, 2, 1, "1f1b", None),
+        (2, 2, 1, "1f1b", False),
         (4, 2, 2, "interleaved", False),
         (4, 2, 1, "zb-h1", True),
         (4, 4, 1, "1f1b", False),
@@ -366,7 +339,7 @@ def whole(num_parts: int) -> tuple[list[float], dict[str, Tensor]]:
     ],
 )
 def test_tied_embeddings_with_data_parallelism(
-    world: int, stages: int, num_chunks: int, name: str, shard: bool | None
+    world: int, stages: int, num_chunks: int, name: str, shard: bool
 ) -> None:
     expected_norms, expected = whole(stages * num_chunks)
     for _, norms, found in run_on_ranks(tied, world, stages, num_chunks, name, shard):

@@ -1,6 +1,5 @@
 """Pictures: what is drawn is what the plan and the simulation say, and equal pictures are equal."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from commgrid.cli import main
 from commgrid.pipeline import Times, make_schedule, simulate
 from commgrid.viz.figure import colour
 from commgrid.viz.grid_picture import draw_grid, place
-from commgrid.viz.schedule_picture import draw_schedule, read_spans
+from commgrid.viz.schedule_picture import draw_schedule
 from commgrid.viz.view import GridView
 
 pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install matplotlib")
@@ -71,29 +70,12 @@ def test_a_schedules_bars_are_its_spans() -> None:
     assert "12.5 % bubble" in figure.axes[0].get_title(loc="left")
 
 
-def test_measured_spans_come_from_the_files_of_all_stages(tmp_path: Path) -> None:
-    schedule = make_schedule("1f1b", num_stages=2, num_microbatches=2)
-    spans = simulate(schedule).spans
-    paths = []
-    for stage in range(2):
-        paths.append(tmp_path / f"spans{stage}.jsonl")
-        paths[-1].write_text("".join(
-            json.dumps({"stage": stage, "action": str(a), "start": s, "end": e}) + "\n"
-            for a, (s, e) in spans.items() if a.stage == stage
-        ))  # fmt: skip
-    assert read_spans(paths, schedule) == spans
-    picture = tmp_path / "run.svg"
-    flags = ["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "-o", str(picture)]
-    assert main(["show", *flags, "--spans", *map(str, paths)]) == 0
-    assert "as it ran: " in picture.read_text()
+def test_measured_spans_are_those_of_the_schedule() -> None:
+    planned = simulate(make_schedule("1f1b", num_stages=2, num_microbatches=2))
+    of_one = {action: span for action, span in planned.spans.items() if action.stage == 0}
     with pytest.raises(SpecError, match="the measured spans lack B0 of stage 1, unlike schedule"):
-        draw_schedule(simulate(schedule), read_spans(paths[:1], schedule))
-    paths[0].write_text('{"stage": 0, "action": "W0", "start": 0, "end": 1}\n')
-    with pytest.raises(SpecError, match=r"line 1: schedule '1f1b' .* has no action W0 on stage 0"):
-        read_spans(paths, schedule)
-    paths[0].write_text("nonsense\n")
-    with pytest.raises(SpecError, match=r"line 1: expected \{.*got 'nonsense'"):
-        read_spans(paths, schedule)
+        draw_schedule(planned, of_one)
+    draw_schedule(planned, planned.spans)
 
 
 def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
@@ -123,8 +105,6 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
          "a page shows a grid"),
         (["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--tp", "2"],
          "beside a grid: only a page shows both"),
-        (["--schedule", "1f1b", "--stages", "2", "--spans", "a", "--microbatches", "2",
-          "--tp", "2"], "--spans: are drawn beside a schedule alone"),
         (["--tp", "2", "--world-size", "4", "--create", "dp", "--names", "tp"],
          "group 'tp' is not created"),
         (["--tp", "2", "--world-size", "4", "--gpus-per-node", "0"], "--gpus-per-node 0: expected"),

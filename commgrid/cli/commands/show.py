@@ -35,7 +35,7 @@ from commgrid.resharding.transfer_picture import draw_transfer, read_traffic
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
-from commgrid.viz.schedule_picture import draw_schedule, read_spans
+from commgrid.viz.schedule_picture import draw_schedule
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ _EXAMPLES = """examples:
   commgrid show grid.yaml --world-size 64 -o grid.html            (a page to explore)
   commgrid show --preset hsdp --world-size 64 --beside-presets -o grid.html
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
-  commgrid show --schedule 1f1b --stages 2 --microbatches 4 --spans runs/spans*.jsonl -o run.svg
   commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
   commgrid show --transfer plan.json -o plan.svg
 
@@ -66,7 +65,7 @@ _OF_A_GRID = (
 )  # fmt: skip
 _ALONE: Mapping[str, tuple[str, ...]] = {"transfer": (), "sharding": ("cp", "mask")}
 """Pictures that are of one file or list, and the flags that they take."""
-_FLAGS = (*_OF_A_GRID, *_SIZES, "spans", "schedule", "mask", *_ALONE, *GRID_FLAGS)
+_FLAGS = (*_OF_A_GRID, *_SIZES, "schedule", "mask", *_ALONE, *GRID_FLAGS)
 _MOST_DRAWN = 100_000  # actions of a schedule
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
@@ -103,10 +102,6 @@ def add_parser(commands: Any) -> None:
     pipeline.add_argument("--schedule", help="gpipe, 1f1b, interleaved or zb-h1")
     for size, meaning in _SIZES.items():
         pipeline.add_argument(f"--{size}", type=whole(1), metavar="N", help=meaning)
-    pipeline.add_argument(
-        "--spans", nargs="+", type=Path, default=[], metavar="FILE",
-        help="what Pipeline.write_spans wrote on each stage, drawn beside the plan",
-    )  # fmt: skip
     add_sharding_options(parser)
     parser.add_argument(
         "--transfer", type=Path, metavar="FILE",
@@ -137,7 +132,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _show_schedule(args: argparse.Namespace, simulation: Simulation) -> int:
-    measured = read_spans(args.spans, simulation.schedule) if args.spans else None
     about = {
         "schedule": simulation.schedule.name,
         "makespan": simulation.makespan,
@@ -148,7 +142,7 @@ def _show_schedule(args: argparse.Namespace, simulation: Simulation) -> int:
         args,
         lambda: about,
         lambda: _staircase(simulation, columns()),
-        lambda: draw_schedule(simulation, measured),
+        lambda: draw_schedule(simulation),
     )
 
 
@@ -165,7 +159,7 @@ def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
     for flags, owner, example in (
         (("mask",), args.sharding, "--sharding LENGTHS"),
-        ((*_SIZES, "spans"), args.schedule, "--schedule, as --schedule 1f1b"),
+        (tuple(_SIZES), args.schedule, "--schedule, as --schedule 1f1b"),
     ):
         if not owner:
             refuse_unused(args, flags, f"goes with {example}")
@@ -185,8 +179,6 @@ def _check_beside_grid(args: argparse.Namespace) -> None:
     """Only a page shows a grid and a schedule, and switches between grids."""
     if args.beside_presets and (args.output is None or args.output.suffix != ".html"):
         raise SpecError("--beside-presets: only a page switches between grids, as -o grid.html")
-    if args.spans:
-        raise SpecError("--spans: are drawn beside a schedule alone; leave the grid out")
     if args.schedule and (args.output is None or args.output.suffix != ".html"):
         raise SpecError(
             f"--schedule {args.schedule} beside a grid: only a page shows both, as -o grid.html; "
