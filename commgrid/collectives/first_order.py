@@ -21,10 +21,10 @@ Backward = Callable[..., Any]
 def first_order(who: str) -> Callable[[Backward], Backward]:
     """Decorate the backward of a torch.autograd.Function that has no second derivative.
 
+    The backward finds `ctx.makes_graph` where a graph of its result is asked for.
+
     Args:
         who: the layer or call, for the message.
-
-    The backward finds `ctx.makes_graph` where a graph of its result is asked for.
     """
 
     def decorate(backward: Backward) -> Backward:

@@ -93,7 +93,7 @@ class Bucket:
             copies = self.gradient.to(dtype)
         for slot in self.slots:
             if skips or slot not in used:
-                if skips or not slot.keep():
+                if skips or not slot.restore():
                     slot.hand_out(None)
             elif shard:
                 slot.placeholder.is_zeroed = False

@@ -323,7 +323,7 @@ class Slot:
 
     # -- after finish -------------------------------------------------------------------
 
-    def keep(self) -> bool:
+    def restore(self) -> bool:
         """Whether a reduced gradient has waited for its step while others were reduced."""
         if self.held_back is None:
             return False
