@@ -187,6 +187,7 @@ class Snapshot:
     def _hooks_left(self) -> list[str]:
         if _hooks().keys() - self._hooks:
             gc.collect()  # with an unreachable GradientReducer its hooks go
+            gc.collect()  # and with an unreachable graph, what its functions have kept
         return [
             f"hook {getattr(hook, '__qualname__', hook)} is still in {place}: call remove() on "
             "the handle that registering it returned"
