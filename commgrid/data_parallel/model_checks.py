@@ -8,9 +8,10 @@ then the values of all replicas.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,28 @@ def _is_let_go(slot: Slot) -> bool:
 
 _FUSING = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
 """Attributes of megatron-core's and Transformer Engine's layers that add to `weight.main_grad`."""
+
+
+ParameterGroup = Iterable[Tensor] | Mapping[str, Any]
+"""Parameters of a model, or an optimizer's group of them."""
+
+
+def check_known(group: ParameterGroup, known: set[int]) -> set[int]:
+    """Return the ids of a group's parameters, all of which must be known.
+
+    Raises:
+        SpecError: names the shape of the first that is not.
+    """
+    given = group["params"] if isinstance(group, Mapping) else group
+    given = [given] if isinstance(given, Tensor) else list(given)
+    for each in given:
+        if id(each) not in known:
+            shape = tuple(each.shape) if isinstance(each, Tensor) else each
+            raise SpecError(
+                f"a parameter of shape {shape} is not among those that this GradientReducer's "
+                "model trains; give some of model.parameters(), or a group of its optimizer"
+            )
+    return {id(each) for each in given}
 
 
 def check_own(model: nn.Module, grid: HyperCommGrid) -> None:

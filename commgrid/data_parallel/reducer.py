@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,12 +34,14 @@ from commgrid.data_parallel.bucket import GradientPart, make_lanes, pieces_of
 from commgrid.data_parallel.gathers import Updater
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.model_checks import (
+    ParameterGroup,
     broadcast_statistics,
     broadcast_values,
     changed,
     changed_after_sending,
     check_free,
     check_grid,
+    check_known,
     check_lanes,
     check_own,
     compare_models,
@@ -60,8 +61,6 @@ from commgrid.parameters.placement import shared_last
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
-ParameterGroup = Iterable[Tensor] | Mapping[str, Any]
-"""Parameters of a model, or an optimizer's group of them."""
 Count = float | Tensor | None
 
 
@@ -393,12 +392,7 @@ class GradientReducer:
         self._check_reduced("gradient_norm() or clip_gradients() was called")
         if self._missing is not None:
             raise self._missing
-        wanted = self._ids_of(group)
-        held = [
-            self.held(piece) if id(piece.slot.parameter) in wanted else None
-            for piece in self.pieces
-        ]
-        return self._verdict.squares(held).sqrt()
+        return self._verdict.squares(self._held_of(group)).sqrt()
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float, group: ParameterGroup | None = None) -> Tensor:
@@ -419,7 +413,7 @@ class GradientReducer:
         check_max_norm(max_norm)
         norm = self.gradient_norm(group)
         scale = clip_factor(norm, max_norm)
-        held = self.gradients() if group is None else self.gradients_of(group)
+        held = self.gradients_of(group)
         if held and (norm.device.type != "cpu" or not scale >= 1):  # also where it is NaN
             torch._foreach_mul_(held, scale)
             self.rescaled()
@@ -429,40 +423,17 @@ class GradientReducer:
         """Called after gradients were scaled in place by one factor, the same on all ranks."""
         self._comparison.rescaled(self.held)
 
-    def _ids_of(self, group: ParameterGroup | None) -> set[int]:
-        own = {id(slot.parameter) for slot in self.slots}
-        if group is None:
-            return own
-        given = group["params"] if isinstance(group, Mapping) else group
-        given = [given] if isinstance(given, Tensor) else list(given)
-        for each in given:
-            if id(each) not in own:
-                shape = tuple(each.shape) if isinstance(each, Tensor) else each
-                raise SpecError(
-                    f"a parameter of shape {shape} is not one that this GradientReducer's model "
-                    "trains; give some of model.parameters(), or a group of its optimizer"
-                )
-        return {id(each) for each in given}
+    def gradients_of(self, group: ParameterGroup | None = None) -> list[Tensor]:
+        """This rank's parts of the reduced gradients of some parameters; None: of all."""
+        return [gradient for gradient in self._held_of(group) if gradient is not None]
 
-    def gradients_of(self, group: ParameterGroup) -> list[Tensor]:
-        """This rank's parts of the reduced gradients of the given parameters."""
-        wanted = self._ids_of(group)
-        held = (self.held(p) for p in self.pieces if id(p.slot.parameter) in wanted)
-        return [gradient for gradient in held if gradient is not None]
-
-    def gradients(self) -> list[Tensor]:
-        """This rank's parts of the reduced gradients, in as few tensors as possible."""
-        found: list[Tensor] = []
-        for bucket in self.buckets:
-            held = [slot.parameter.grad for slot in bucket.slots]
-            if self.shard:
-                if any(gradient is not None for gradient in held):
-                    found.append(bucket.gradient[bucket.own])
-            elif all(g is s.view for g, s in zip(held, bucket.slots, strict=True)):
-                found.append(bucket.gradient)
-            else:
-                found += [gradient for gradient in held if gradient is not None]
-        return found
+    def _held_of(self, group: ParameterGroup | None) -> list[Tensor | None]:
+        """For each piece, its gradient if it is of these parameters, and there is one."""
+        wanted = {id(slot.parameter) for slot in self.slots}
+        if group is not None:
+            wanted = check_known(group, wanted)
+        pieces = [p if id(p.slot.parameter) in wanted else None for p in self.pieces]
+        return [None if piece is None else self.held(piece) for piece in pieces]
 
 
 FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (

@@ -74,7 +74,7 @@ def test_a_group_that_one_stage_has(grid: HyperCommGrid) -> None:
     expected = [0.6, 0.8] if own else [3.0, 4.0]
     assert model.weight.grad is not None
     torch.testing.assert_close(model.weight.grad, torch.tensor([expected]), rtol=1e-5, atol=0)
-    with pytest.raises(SpecError, match=r"of shape \(3,\) is not one that this GradientReducer's"):
+    with pytest.raises(SpecError, match=r"of shape \(3,\) is not among those that this"):
         reducer.gradient_norm([nn.Parameter(torch.ones(3))])
 
 
