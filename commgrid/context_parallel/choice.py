@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.plans import kv_heads_of
+from commgrid.context_parallel.plans import first_kv_head
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.context_parallel.tiles import needed
@@ -133,7 +133,7 @@ def _heads_sent(
 def shares_heads(heads: int, kv_heads: int, size: int) -> bool:
     """Whether that many ranks can share the heads."""
     try:
-        kv_heads_of(heads, kv_heads, size, 0)
+        first_kv_head(heads, kv_heads, size, 0)
     except ShapeError:
         return False
     return True

@@ -36,7 +36,7 @@ from commgrid.collectives.asynchronous import start_all_to_all
 from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.plans import Step, kv_heads_of, ring_steps
+from commgrid.context_parallel.plans import Step, first_kv_head, ring_steps
 from commgrid.context_parallel.ranges import Ranges, inverse, sorting_runs
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding, take_runs
@@ -95,9 +95,6 @@ def two_level_attention(
     return out if inside is None else to_positions(out, levels, inside)
 
 
-# -- heads for positions ------------------------------------------------------------------
-
-
 def to_heads(
     q: Tensor, k: Tensor, v: Tensor, levels: Levels, group: ProcessGroup
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,12 +112,12 @@ def to_heads(
     size = group.size()
     parts = [q.shape[1] // size, max(k.shape[1] // size, 1)]
     if k.shape[1] < size:
-        used = [kv_heads_of(q.shape[1], k.shape[1], size, rank)[0] for rank in range(size)]
+        used = [first_kv_head(q.shape[1], k.shape[1], size, rank) for rank in range(size)]
         k, v = k[:, used], v[:, used]
     rows = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (q, k, v)], 2)
     rows = rows.permute(1, 3, 0, 2, 4).flatten(0, 1)  # (rank · own positions, batch, heads, d)
     own = levels.sizes[group.rank()]
-    arrived = _exchange(rows, group, (own,) * size, levels.sizes)
+    arrived: Tensor = _Exchange.apply(rows, group, (own,) * size, levels.sizes)  # type: ignore[no-untyped-call]
     # By head and then by position, which kernels on the CPU take less time for.
     whole = take_runs(arrived.permute(1, 2, 0, 3), levels.order, 2).contiguous()
     q, k, v = torch.split(whole, [parts[0], parts[1], parts[1]], 1)
@@ -138,20 +135,14 @@ def to_positions(x: Tensor, levels: Levels, group: ProcessGroup) -> Tensor:
     """
     rows = take_runs(x.permute(2, 0, 1, 3), inverse(levels.order))
     own = levels.sizes[group.rank()]
-    arrived = _exchange(rows, group, levels.sizes, (own,) * group.size())
+    arrived: Tensor = _Exchange.apply(rows, group, levels.sizes, (own,) * group.size())  # type: ignore[no-untyped-call]
     by_rank = arrived.view(group.size(), own, *arrived.shape[1:])
     return by_rank.permute(2, 0, 3, 1, 4).flatten(1, 2)
 
 
-def _exchange(
-    rows: Tensor, group: ProcessGroup, send: tuple[int, ...], receive: tuple[int, ...]
-) -> Tensor:
-    """Rows to and from each rank of the group; backward the other way."""
-    made: Tensor = _Exchange.apply(rows, group, send, receive)  # type: ignore[no-untyped-call]
-    return made
-
-
 class _Exchange(torch.autograd.Function):
+    """Rows to and from each rank of the group; backward the other way."""
+
     @staticmethod
     def forward(
         ctx: Any, rows: Tensor, group: ProcessGroup, send: tuple[int, ...],

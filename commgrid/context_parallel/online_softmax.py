@@ -87,10 +87,11 @@ class SoftmaxBackward:
     def __init__(self, gradient: Tensor, q: Tensor, out: Tensor, lse: Tensor, scale: float) -> None:
         self.gradient, self.q, self.out, self.lse = readable(gradient), q, out, lse
         self.scale, self.kernel = scale, kernel_for(q)
-        self.dq = torch.zeros_like(q, dtype=wide(q.dtype))
+        self._dq: Tensor | None = None
 
-    def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile], dk: Tensor, dv: Tensor) -> None:
-        """Adds what some keys and values contribute to `dq`, and to their own `dk` and `dv`."""
+    def add(self, k: Tensor, v: Tensor, tiles: Sequence[Tile]) -> tuple[Tensor, Tensor]:
+        """The gradients of some keys and values, wide; what they contribute to `dq` is added."""
+        dk, dv = None, None
         for part in self.kernel.parts(tiles):
             rows, columns = part.rows, part.columns
             gradient, q, out, lse = (
@@ -101,6 +102,23 @@ class SoftmaxBackward:
                 dq, dk_part, dv_part = self.kernel.backward(
                     gradient, q, k_part, v_part, out, lse, part, self.scale
                 )
-            self.dq[:, :, rows] += dq
-            dk[:, :, columns] += dk_part
-            dv[:, :, columns] += dv_part
+            self._dq = _summed(self._dq, self.q, rows, dq)
+            dk, dv = _summed(dk, k, columns, dk_part), _summed(dv, v, columns, dv_part)
+        return _summed(dk, k), _summed(dv, v)
+
+    @property
+    def dq(self) -> Tensor:
+        """The gradients of the queries over the keys so far, wide."""
+        return _summed(self._dq, self.q)
+
+
+def _summed(
+    total: Tensor | None, of: Tensor, at: slice = slice(0), part: Tensor | None = None
+) -> Tensor:
+    """A sum of gradients of a tensor with one more part; the first is taken as it is, if whole."""
+    if total is None and part is not None and part.shape == of.shape:
+        return part.to(wide(of.dtype))
+    total = torch.zeros_like(of, dtype=wide(of.dtype)) if total is None else total
+    if part is not None:
+        total[:, :, at] += part
+    return total

@@ -25,7 +25,7 @@ from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
 from commgrid.context_parallel.heads import two_level_attention, two_levels
 from commgrid.context_parallel.kernels import no_autocast, readable
-from commgrid.context_parallel.plans import kv_heads_of
+from commgrid.context_parallel.plans import first_kv_head
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.grid import HyperCommGrid
@@ -285,7 +285,7 @@ def _complaint(
     size = sharding.parts if way == "ulysses" else inner if way == "2d" else None
     if size is not None:
         try:
-            kv_heads_of(q.shape[1], k.shape[1], size, 0)
+            first_kv_head(q.shape[1], k.shape[1], size, 0)
         except ShapeError as error:
             return str(error)
     return None

@@ -1,7 +1,4 @@
-"""Plans of every way, as plain numbers: keys to send, keys to receive, rectangles to compute.
-
-Args that all of these take: `ranges`, what each rank holds; `documents`, the boundaries; `mask`.
-"""
+"""Plans as plain numbers: keys to send, keys to receive, rectangles to compute, heads to share."""
 
 from __future__ import annotations
 
@@ -11,9 +8,6 @@ from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.ranges import Ranges, count, runs_of
 from commgrid.context_parallel.tiles import Tile, needed, tiles
 from commgrid.errors import ShapeError
-
-Held = tuple[Ranges, ...]
-"""What each rank holds."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +29,15 @@ class Step:
     tiles: tuple[Tile, ...]
 
 
-def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) -> tuple[Step, ...]:
+def ring_steps(
+    ranges: tuple[Ranges, ...], documents: tuple[int, ...], rank: int, mask: Mask
+) -> tuple[Step, ...]:
     """The steps of a rank; the first has its own keys.
+
+    Args:
+        ranges: what each rank holds.
+        documents: the boundaries.
+        rank, mask: whose, and of what attention.
 
     Example:
         >>> zigzag = (((0, 2), (6, 8)), ((2, 6),))
@@ -62,18 +63,15 @@ def ring_steps(ranges: Held, documents: tuple[int, ...], rank: int, mask: Mask) 
     return tuple(steps)
 
 
-def kv_heads_of(heads: int, kv_heads: int, size: int, rank: int) -> tuple[int, int]:
-    """The heads of keys and values that the query heads of a rank use.
-
-    Returns:
-        The first one, and the one after the last.
+def first_kv_head(heads: int, kv_heads: int, size: int, rank: int) -> int:
+    """The first head of keys and values that the query heads of a rank use.
 
     Raises:
         ShapeError: the ranks cannot share the heads.
 
     Example:
-        >>> [kv_heads_of(8, 2, 4, rank) for rank in range(4)]
-        [(0, 1), (0, 1), (1, 2), (1, 2)]
+        >>> [first_kv_head(8, 2, 4, rank) for rank in range(4)]
+        [0, 0, 1, 1]
     """
     if heads % size:
         raise ShapeError(
@@ -85,6 +83,4 @@ def kv_heads_of(heads: int, kv_heads: int, size: int, rank: int) -> tuple[int, i
             f"Ulysses shares heads among ranks: {kv_heads} heads of keys neither are a multiple of "
             f"{size} ranks nor divide them; use way='ring' or 'allgather'"
         )
-    own = max(kv_heads // size, 1)
-    first = rank * kv_heads // size
-    return first, first + own
+    return rank * kv_heads // size

@@ -31,7 +31,6 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import named_peers, names_peers
-from commgrid.context_parallel.kernels import wide
 from commgrid.context_parallel.online_softmax import OnlineSoftmax, SoftmaxBackward
 from commgrid.context_parallel.plans import Step
 from commgrid.context_parallel.ranges import Ranges, count
@@ -53,8 +52,7 @@ def ring_attention(
         scale: of the products of queries and keys.
         ahead: number of steps whose keys travel at once: 1 in a ring, all in an all-gather.
     """
-    options = tuple(steps), group, scale, ahead
-    made: Tensor = _Ring.apply(q, k, v, *options)  # type: ignore[no-untyped-call]
+    made: Tensor = _Ring.apply(q, k, v, tuple(steps), group, scale, ahead)  # type: ignore[no-untyped-call]
     return made
 
 
@@ -83,17 +81,15 @@ class _Ring(torch.autograd.Function):
         steps: tuple[Step, ...] = ctx.steps
         keys = _Keys(k, v, ctx.group, steps, ctx.ahead)
         found = SoftmaxBackward(gradient, q, out, lse, ctx.scale)
-        dk, dv = (torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v))
-        found.add(k, v, steps[0].tiles, dk, dv)
+        dk, dv = found.add(k, v, steps[0].tiles)
         returning = Coming(k.new_empty(0))
         for i, step in enumerate(steps[1:], 1):
             arrived = keys.next()
-            theirs = torch.zeros_like(arrived, dtype=wide(k.dtype))
-            found.add(arrived[0], arrived[1], step.tiles, theirs[0], theirs[1])
+            theirs = torch.stack(found.add(arrived[0], arrived[1], step.tiles)).to(k.dtype)
             if i > 1:
                 _give(returning.wait(), steps[i - 1].send, dk, dv)
             rows = k.new_empty(*theirs.shape[:3], count(step.send), theirs.shape[4])
-            returning = _start(ctx.group, theirs.to(k.dtype), step.source, rows, step.target)
+            returning = _start(ctx.group, theirs, step.source, rows, step.target)
         if len(steps) > 1:
             _give(returning.wait(), steps[-1].send, dk, dv)
         dq, dk, dv = found.dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)

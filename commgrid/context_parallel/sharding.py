@@ -250,6 +250,7 @@ class SequenceSharding:
             members = resolve(group, grid)
             if complaint := self._group_complaint(members):
                 raise ShapeError(complaint)
+            rank = members.rank()
         if isinstance(batch, Mapping):
             return {
                 name: None if one is None else self._shard(one, rank, members, dim, f"{name!r}")
@@ -258,7 +259,7 @@ class SequenceSharding:
         return self._shard(batch, rank, members, dim, "a tensor")
 
     def _shard(
-        self, tensor: Tensor, rank: int | None, members: ProcessGroup | None, dim: int, what: str
+        self, tensor: Tensor, rank: int, members: ProcessGroup | None, dim: int, what: str
     ) -> Tensor:
         if not hasattr(tensor, "narrow"):
             raise ShapeError(
@@ -274,8 +275,6 @@ class SequenceSharding:
             from commgrid.equality.inputs import note_batch
 
             note_batch(what, tensor, members)
-            rank = members.rank()
-        assert rank is not None
         return take_runs(tensor, self.ranges[rank], dim)
 
     def unshard(
