@@ -8,17 +8,16 @@ expert with their weights w:
 | `up` | (E/n, ffn/m, hidden) | a = x upᵀ | ∂x = ∂a up, ∂up = ∂aᵀ x |
 | `down` | (E/n, hidden, ffn/m) | y = (act(a) · w) downᵀ, a part of the sum over etp | ∂(act · w) = ∂y down, ∂down = ∂yᵀ (act(a) · w) |
 
-Only x, a and w are kept between the two: act(a) is computed again, with the same random numbers if
-it draws any from torch's default generators (dropout). Weights are applied to the
-inner activation, as Megatron does (`moe_apply_probs_on_input=False`), which equals scaling y.
+Only x, a and w are kept between the two: act(a) is computed again, and may draw no random numbers.
+Weights are applied to the inner activation, as Megatron does (`moe_apply_probs_on_input=False`),
+which equals scaling y.
 """  # noqa: E501
 
 from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
@@ -49,7 +48,7 @@ class GroupedExperts(ShardedModule):
         hidden: width of a token.
         ffn_hidden: width inside each expert; etp's size must divide it.
         num_experts: how many there are over all ranks of ep, whose size must divide it.
-        activation: elementwise; called again in backward.
+        activation: elementwise; called again in backward, so without dropout.
         gated: act(g) · u, where g and u are the two halves of x upᵀ (SwiGLU with F.silu,
             arXiv 2002.05202).
         init, init_down: fill an expert's full (ffn_hidden, hidden), with `gated` (2, ffn_hidden,
@@ -68,7 +67,7 @@ class GroupedExperts(ShardedModule):
 
     Raises:
         ShapeError: sizes that the groups do not divide, or rows that do not match `counts`.
-        SpecError: an activation with parameters of its own.
+        SpecError: an activation that has parameters or draws random numbers.
     """
 
     up: nn.Parameter
@@ -256,8 +255,11 @@ class _Experts(torch.autograd.Function):
             made = part.times(active, down_t, y[part.own] if y is not None else None)
             if keep:
                 inners.append(inner)
-        is_random = keep and [*map(_content, before)] != [*map(_content, _random_states(x))]
-        ctx.random_states = before if is_random else []
+        if keep and [*map(_content, before)] != [*map(_content, _random_states(x))]:
+            raise SpecError(
+                "GroupedExperts: the activation has drawn random numbers, and backward would draw "
+                "others when it recomputes it; expected none, so put dropout behind the experts"
+            )
         ctx.save_for_backward(x, weights, up, down, *inners)
         return as_output(made if y is None else y)
 
@@ -279,29 +281,26 @@ class _Experts(torch.autograd.Function):
         dweights = torch.empty_like(weights)
         dup = ExpertWeightGradient(ctx, up, dy) if needs_up else None
         ddown = ExpertWeightGradient(ctx, down, dy) if needs_down else None
-        with _replayed(ctx.random_states, x):
-            for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
-                own = part.own
-                with torch.enable_grad():
-                    inner = inner.detach().requires_grad_()
-                    active = ctx.act(inner)
-                if dinner is None:
-                    dactive = part.times(dy[own], down)
-                    dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
-                    dactive = _scaled(dactive, weights[own], out=dactive)
-                    (dinner,) = torch.autograd.grad(active, inner, dactive)
-                    del dactive
-                if ddown is not None:
-                    ddown.add(part, dy[own], _scaled(active.detach(), weights[own]))
-                if dup is not None:
-                    dup.add(part, dinner, x[own])
-                if needs_x:
-                    made = part.times(
-                        dinner, up.flatten(1, -2), dx[own] if dx is not None else None
-                    )
-                    dx = made if dx is None else dx
-                if ctx.halfway is not None:
-                    ctx.halfway[2].append(dinner)
+        for part, inner, dinner in zip(ctx.parts, inners, dinners, strict=True):
+            own = part.own
+            with torch.enable_grad():
+                inner = inner.detach().requires_grad_()
+                active = ctx.act(inner)
+            if dinner is None:
+                dactive = part.times(dy[own], down)
+                dweights[own] = (dactive * active.detach()).sum(-1, dtype=weights.dtype)
+                dactive = _scaled(dactive, weights[own], out=dactive)
+                (dinner,) = torch.autograd.grad(active, inner, dactive)
+                del dactive
+            if ddown is not None:
+                ddown.add(part, dy[own], _scaled(active.detach(), weights[own]))
+            if dup is not None:
+                dup.add(part, dinner, x[own])
+            if needs_x:
+                made = part.times(dinner, up.flatten(1, -2), dx[own] if dx is not None else None)
+                dx = made if dx is None else dx
+            if ctx.halfway is not None:
+                ctx.halfway[2].append(dinner)
         results = [into.result if into is not None else None for into in (dup, ddown)]
         return dx, dweights if needs_weights else None, *results, None, None, None
 
@@ -332,20 +331,6 @@ def _random_states(like: Tensor) -> list[Tensor]:
 def _content(state: Tensor) -> bytes:
     """Values of a tensor on the host, read without an operation that a mode could see or refuse."""
     return ctypes.string_at(state.data_ptr(), state.nbytes)
-
-
-@contextmanager
-def _replayed(states: list[Tensor], like: Tensor) -> Iterator[None]:
-    """Draw from these states within the block, and restore the present ones; empty: no change."""
-    if not states:
-        yield
-        return
-    devices = [like.device] if len(states) > 1 else []
-    with torch.random.fork_rng(devices, device_type=like.device.type):
-        torch.set_rng_state(states[0])
-        if devices:
-            torch.get_device_module(like.device).set_rng_state(states[1], like.device)
-        yield
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

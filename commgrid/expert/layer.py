@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives import gather_from_group, scatter_to_group
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.equality.inputs import note
-from commgrid.errors import GridNotInitializedError, ShapeError, SpecError, UnknownGroupError
+from commgrid.errors import GridNotInitializedError, ShapeError, UnknownGroupError
 from commgrid.expert.dispatch import Dispatcher
 from commgrid.expert.experts import Activation, GroupedExperts
 from commgrid.expert.router import Router, Routing
@@ -98,11 +98,6 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         label = f"MoELayer({hidden}, {ffn_hidden}, {num_experts}, {top_k})"
-        if (kind := routing.pop("dispatcher", "alltoall")) != "alltoall":
-            raise SpecError(
-                f"{label}: dispatcher={kind!r} is gone; leave it out: all-to-all gives the same "
-                "results"
-            )
         self.hidden, self.sequence_parallel = hidden, sequence_parallel
         self.group = GroupRef(tp, grid, owner=label)
         self.router = Router(

@@ -1,4 +1,4 @@
-"""Nodes of autograd's graph, and notes on them that backward can read."""
+"""Nodes of autograd's graph, notes on them that backward can read, factors of a loss."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ def note_scaled(loss: Tensor) -> None:
 
 
 class BackwardPass:
-    """A call of `torch.autograd.backward`, with those that are made within it.
+    """A call of `torch.autograd.backward`, and nested calls.
 
     Args:
-        root: what it is called for.
+        root: the first argument.
         gradient: of the root; None: 1.
 
     Attributes:
@@ -95,7 +95,7 @@ class BackwardPass:
 
 
 def watch_backward() -> Replaced:
-    """Look at the graph of what backward is called for before it frees it.
+    """Read the graph of each backward before torch frees it.
 
     Returns:
         A handle, whose `remove` ends it.

@@ -1,4 +1,4 @@
-"""What torch does with a DTensor: its steps to redistribute it, FSDP2's divisor of its gradient."""
+"""DTensors in torch's private state: steps to redistribute one, FSDP2's divisors of gradients."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def gradient_divisors(module: FSDPModule) -> dict[nn.Module, float]:
 
 
 def _divisor(group: Any, one: Any) -> float:
-    """That of a parameter, and the others that FSDP2 reduces at once with it."""
+    """The divisor of a group of parameters, of which `one` is a member."""
     mesh, factor = group.mesh_info.mesh, group.gradient_divide_factor
     if factor is None:
         return float(mesh.size())

@@ -90,7 +90,7 @@ def _backward(draw: Draw, model: Model, step: int) -> list[float]:
             loss = loss if summed else loss / target.numel() / number
             own[-1] += loss.item()
             tokens_in_all += int((target >= 0).sum())
-            total = total + loss + _balances(model)
+            total = total + loss + _balances(model) / (1 if summed else number)
     (total / (tokens_in_all if summed else draw.cut.num_data)).backward()
     return own
 

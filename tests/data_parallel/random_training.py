@@ -25,6 +25,7 @@ from commgrid.data_parallel import (
     clip_gradients,
     gradient_norm,
 )
+from commgrid.expert import set_loss_scale
 from commgrid.pipeline import Pipeline
 from tests.data_parallel.random_draws import LENGTH, OPTIMIZERS, STEPS, Draw, draw
 from tests.data_parallel.random_models import (
@@ -239,6 +240,8 @@ class _Run:
             loss = self.model.kit.loss(logits, target)
             return loss if self.plan.counting == "tokens" else loss / target.numel() / len(batches)
 
+        if self.plan.counting != "tokens" and batches:
+            set_loss_scale(self.model, 1 / len(batches))
         if self.draw.cut.pp > 1:
             if not batches:
                 return 0.0 if self.model.is_last else None

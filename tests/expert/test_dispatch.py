@@ -333,8 +333,6 @@ def wrong_numbers() -> None:
         (SpecError, "top_k=5 of num_experts=4: expected 1 to 4", lambda: MoELayer(4, 8, 4, 5)),
         (SpecError, "capacity_factor=0: expected above 0",
          lambda: MoELayer(4, 8, 4, 1, capacity_factor=0)),
-        (SpecError, "dispatcher='allgather' is gone; leave it out: all-to-all gives the same",
-         lambda: MoELayer(4, 8, 4, 1, dispatcher="allgather")),
         (SpecError, "num_experts=3 cannot be shared equally among the 2 ranks of group 'ep'",
          lambda: Dispatcher(3, GroupRef("ep"), GroupRef("etp"))),
         (SpecError, "pad=True: the router has no capacity",

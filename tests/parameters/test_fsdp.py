@@ -76,7 +76,7 @@ def copied_over_tp(model: nn.Module) -> None:
 @pytest.mark.ranks(4, tp=2)
 @pytest.mark.parametrize("shard", [fully_shard, by_layer, hybrid, copied_over_tp])
 def test_fsdp_over_ranks_with_other_slices_is_refused(shard: Callable[[nn.Module], Any]) -> None:
-    """As it is applied: also for a model that is only evaluated, or has no torch optimizer."""
+    """When it is applied, so that a model for evaluation is refused too."""
     told = r"fully_shard over ranks 0-3 .*Linear.weight .* have different slices"
     with pytest.raises(SpecError, match=told):
         shard(block())
