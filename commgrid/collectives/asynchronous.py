@@ -40,12 +40,12 @@ class Pending:
     group: ProcessGroup
 
     def __post_init__(self) -> None:
-        if self.work is not None and _beside():
+        if self.work is not None and not torch.compiler.is_compiling():
             follow(self.work, self.group)
 
     def wait(self) -> Tensor:
         """The result, once it has arrived (on CUDA: once the stream may use it)."""
-        if self.work is not None and _beside():
+        if self.work is not None and not torch.compiler.is_compiling():
             wait_unless_broken(self.work, self.group)
         return self.finish()
 

@@ -19,9 +19,10 @@ then. Modules need no changes; but a fork is run in both halves, so that
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,11 +34,8 @@ from commgrid.errors import CommGridError
 
 Gradients = tuple[Tensor | None, ...]
 
-
 # Recomputes checkpointed activations once, not for every fork; missing in some versions of torch.
 _recomputed_once = getattr(checkpoint, "GraphExecGroup", nullcontext)
-
-
 _NODES_KEEP_GRAPHS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 
 
@@ -76,32 +74,22 @@ class _Fork:
                 handle.remove()
 
 
-class WeightGradients:
-    """The second half of a backward, called once.
+def _run(forks: list[_Fork], kept: list[GradientEdge]) -> None:
+    """Adds the weights' gradients where autograd would have added them, once.
 
     Args:
-        forks: the nodes where it begins.
-        outputs: of the whole graph.
+        forks: the nodes where the second half begins; is emptied.
+        kept: keeps the graph until then; is emptied.
     """
-
-    def __init__(self, forks: Sequence[_Fork], outputs: Sequence[GradientEdge] = ()) -> None:
-        self._forks = list(forks)
-        # Before torch 2.13 a Python node, as of an autograd.Function, is freed with its graph,
-        # which only the edges of its outputs keep alive.
-        self._kept = () if _NODES_KEEP_GRAPHS else tuple(outputs)
-
-    def __call__(self) -> None:
-        """Adds the weights' gradients where autograd would have added them."""
-        forks, self._forks = self._forks, []
-        with _recomputed_once():
-            for fork in forks:
-                fork.run()
-        self._kept = ()
+    with _recomputed_once():
+        while forks:
+            forks.pop(0).run()
+    kept.clear()
 
 
 def backward_input(
     outputs: Sequence[GradientEdge], gradients: Sequence[Tensor], inputs: Sequence[Tensor]
-) -> WeightGradients:
+) -> Callable[[], None]:
     """Adds the inputs' gradients to their `.grad`; returns a callable that does so for the weights.
 
     A weight that is used in several places of the graph gets its gradient at once. Without inputs,
@@ -118,7 +106,7 @@ def backward_input(
     leading, forks = _find_forks([edge.node for edge in outputs], inputs)
     if not any(edge.node in leading for edge in outputs):
         torch.autograd.backward(outputs, gradients)
-        return WeightGradients([])
+        return partial(_run, [], [])
     counts = Counter(weight for fork in forks for weight in fork.weights)
     shared = [weight for weight, count in counts.items() if count > 1]
     later = []
@@ -149,7 +137,9 @@ def backward_input(
     finally:
         for handle in handles:
             handle.remove()
-    return WeightGradients(later, outputs)
+    # Before torch 2.13 a Python node, as of an autograd.Function, is freed with its graph, which
+    # only the edges of its outputs keep alive.
+    return partial(_run, later, [] if _NODES_KEEP_GRAPHS else [*outputs])
 
 
 def _find_forks(

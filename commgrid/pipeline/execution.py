@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from commgrid.errors import CommGridError, ShapeError
-from commgrid.pipeline.backward import WeightGradients, backward_input
-from commgrid.pipeline.p2p import StageLinks
+from commgrid.pipeline.backward import backward_input
+from commgrid.pipeline.p2p import StageLinks, differentiable, specs_of
 from commgrid.pipeline_schedules.messages import Exchange, Program, message_of
 from commgrid.pipeline_schedules.schedule import (
     Backward,
@@ -24,7 +24,6 @@ from commgrid.pipeline_schedules.schedule import (
     Computation,
     Forward,
     Schedule,
-    Send,
     StageMessage,
 )
 from commgrid.pipeline_schedules.simulator import Span
@@ -94,7 +93,7 @@ class Execution:
         self._action: Computation | None = None
         self._exchanges = False
         self._live: dict[tuple[int, int], _Live] = {}
-        self._weights: dict[tuple[int, int], WeightGradients] = {}
+        self._weights: dict[tuple[int, int], Callable[[], None]] = {}
         self._leaving: dict[StageMessage, Sequence[Tensor]] = {}
         self._found: dict[int, Any] = {}
         self._trained: set[int] = set()  # chunks whose output had a graph in some microbatch
@@ -109,8 +108,7 @@ class Execution:
             return f"an exchange of {stage}" if self._exchanges else f"a step of {stage}"
         after = "the exchange after " if self._exchanges else ""
         chunk = f" in chunk {action.chunk}" if self.schedule.num_chunks > 1 else ""
-        said = _SAID[type(action)]
-        return f"{after}{said} of microbatch {action.microbatch}{chunk} of {stage}"
+        return f"{after}{_SAID[type(action)]} of microbatch {action.microbatch}{chunk} of {stage}"
 
     def check(self) -> None:
         """Refuses a pass that this stage cannot run.
@@ -145,7 +143,9 @@ class Execution:
             if trains is not None and index not in self._trained:
                 return (
                     f"has not trained chunk {index}: in no microbatch did its output, or the loss, "
-                    f"depend on {trains!r} for autograd"
+                    f"depend on {trains!r} for autograd; it was detached, computed under "
+                    "torch.no_grad(), or behind a checkpoint with use_reentrant=True whose inputs "
+                    "need no gradient; freeze the chunk with requires_grad_(False) if that is meant"
                 )
         return ""
 
@@ -153,33 +153,25 @@ class Execution:
         """Runs the program; returns losses or outputs by microbatch, on the last stage."""
         work: dict[type[Computation], Callable[[Computation], Sequence[Tensor]]] = {
             Forward: self._forward,
-            Backward: self._backward,
-            BackwardInput: self._backward_input,
             BackwardWeight: self._backward_weight,
         }
         for step in program:
             self._exchanges = isinstance(step, Exchange)
             if isinstance(step, Exchange):
-                self.links.start(step, self._pop)
+                self.links.start(step, lambda send: self._leaving.pop(send.message))
                 continue
             self._action, self._started = step, time.perf_counter()
-            made = work[type(step)](step)
+            made = work.get(type(step), self._backward)(step)
             self.spans[step] = self._started, time.perf_counter()
             message = message_of(self.schedule, step)
-            if message is None:
-                continue
-            receiver = message.boundary + (message.kind == "activation")
-            if self.schedule.place(receiver)[0] == self.links.stage:
+            if message is not None and self.schedule.num_stages == 1:
                 self.links.hand_over(message, made)
-            else:
+            elif message is not None:
                 self._leaving[message] = made
             del made  # its memory is free as soon as it has left
         self._exchanges = True
         self.links.finish()
         return self._found
-
-    def _pop(self, send: Send) -> Sequence[Tensor]:
-        return self._leaving.pop(send.message)
 
     def _forward(self, action: Computation) -> Sequence[Tensor]:
         part, microbatch = self.schedule.part(action), action.microbatch
@@ -197,14 +189,14 @@ class Execution:
                 return ()
         outputs = self._as_tensors(output, action, is_last=is_last)
         if is_last:
-            self._found[microbatch] = output.detach().clone()
+            self._found[microbatch] = outputs[0].detach().clone()
         if self.train:
             edges = [
-                get_gradient_edge(t) if t.requires_grad else None for t in _differentiable(outputs)
+                get_gradient_edge(t) if t.requires_grad else None for t in differentiable(outputs)
             ]
             if any(edge is not None for edge in edges):
                 self._trained.add(action.chunk)
-            loss_grad = torch.ones_like(output) if is_last else None
+            loss_grad = torch.ones_like(outputs[0]) if is_last else None
             self._live[action.chunk, microbatch] = _Live(received, edges, loss_grad)
         return outputs
 
@@ -215,45 +207,49 @@ class Execution:
             given = self.inputs[microbatch]
             return (given if isinstance(given, tuple) else (given,)), []
         tensors = self.links.take(StageMessage("activation", part - 1, microbatch))
-        differentiable = _differentiable(tensors)
+        received = differentiable(tensors)
         if self.train:
-            for tensor in differentiable:
+            for tensor in received:
                 tensor.requires_grad_()
-        return tensors, differentiable
+        return tensors, received
 
     def _as_tensors(self, output: Any, action: Computation, *, is_last: bool) -> Sequence[Tensor]:
         outputs: Sequence[Any] = output if isinstance(output, tuple | list) else (output,)
-        who = (
-            f"part {self.schedule.part(action)} of {self.schedule.num_parts} (stage {action.stage}"
-        )
-        who += f", chunk {action.chunk})"
-        if is_last and (len(outputs) != 1 or not isinstance(output, Tensor) or output.dim() != 0):
-            shape = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
-            raise ShapeError(f"{who}: its loss is {shape}; expected one scalar tensor")
-        if is_last and not _differentiable([output]):
-            raise ShapeError(f"{who}: its loss is {output.dtype}; expected a floating-point dtype")
         for one in outputs:
             if not isinstance(one, Tensor):
                 raise ShapeError(
-                    f"{who} returned a {type(one).__name__}; expected a tensor, or a tuple of "
-                    "tensors, for the next part"
+                    f"{self._part(action)} returned a {type(one).__name__}; expected a tensor, or "
+                    "a tuple of tensors"
                 )
+        if is_last and (len(outputs) != 1 or outputs[0].dim() or not differentiable(outputs)):
+            said = " and ".join(map(repr, specs_of(outputs)))
+            raise ShapeError(
+                f"{self._part(action)}: its loss is {said}; expected one floating-point scalar"
+            )
         return outputs
 
-    def _backward(self, action: Computation) -> Sequence[Tensor]:
-        live, edges, gradients = self._arrived(action)
-        if edges:
-            with self.final(action):
-                torch.autograd.backward(edges, gradients)
-        return _gradients(live.inputs)
+    def _part(self, action: Computation) -> str:
+        part, parts = self.schedule.part(action), self.schedule.num_parts
+        return f"part {part} of {parts} (stage {action.stage}, chunk {action.chunk})"
 
-    def _backward_input(self, action: Computation) -> Sequence[Tensor]:
-        live, edges, gradients = self._arrived(action)
-        if edges:
+    def _backward(self, action: Computation) -> Sequence[Tensor]:
+        """A whole backward, or only its first half, which leaves the weights for later."""
+        live = self._live.pop((action.chunk, action.microbatch))
+        if live.loss_grad is not None:
+            arrived = [live.loss_grad]
+        else:
+            message = StageMessage("gradient", self.schedule.part(action), action.microbatch)
+            arrived = self.links.take(message)
+            self._started = time.perf_counter()
+        pairs = zip(live.edges, arrived, strict=True)
+        if roots := [(edge, gradient) for edge, gradient in pairs if edge is not None]:
+            edges, gradients = zip(*roots, strict=True)
             with self.final(action):
-                self._weights[action.chunk, action.microbatch] = backward_input(
-                    edges, gradients, live.inputs
-                )
+                if isinstance(action, BackwardInput):
+                    weights = backward_input(edges, gradients, live.inputs)
+                    self._weights[action.chunk, action.microbatch] = weights
+                else:
+                    torch.autograd.backward(edges, gradients)
         return _gradients(live.inputs)
 
     def _backward_weight(self, action: Computation) -> Sequence[Tensor]:
@@ -262,22 +258,6 @@ class Execution:
             with self.final(action):
                 weights()
         return ()
-
-    def _arrived(self, action: Computation) -> tuple[_Live, list[GradientEdge], list[Tensor]]:
-        """A microbatch, and the gradients that its graph begins with."""
-        live = self._live.pop((action.chunk, action.microbatch))
-        if live.loss_grad is not None:
-            arrived = [live.loss_grad]
-        else:
-            message = StageMessage("gradient", self.schedule.part(action), action.microbatch)
-            arrived = self.links.take(message)
-            self._started = time.perf_counter()
-        pairs = [
-            (edge, gradient)
-            for edge, gradient in zip(live.edges, arrived, strict=True)
-            if edge is not None
-        ]
-        return live, [edge for edge, _ in pairs], [gradient for _, gradient in pairs]
 
 
 def _copied(output: Any) -> Any:
@@ -301,10 +281,6 @@ def _copied(output: Any) -> Any:
             object.__setattr__(made, field.name, _copied(getattr(output, field.name)))
         return made
     return output
-
-
-def _differentiable(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [t for t in tensors if t.is_floating_point() or t.is_complex()]
 
 
 def _gradients(inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from torch import Tensor
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
 from commgrid.pipeline_schedules.messages import Exchange
+from commgrid.pipeline_schedules.proof import MOST_LEAVING
 from commgrid.pipeline_schedules.schedule import Send, StageMessage
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError
@@ -36,9 +39,6 @@ from commgrid.torch_compat.messages import can_send, start_transfers
 from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _HEADER_NUMBERS = 128
-# Messages whose tensors are kept because they may still be on their way: gloo does not say whether
-# they are without waiting for them, and waiting too early would hold up what comes next.
-_MOST_LEAVING = 16
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -46,23 +46,18 @@ _DTYPES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """A tensor's shape and dtype."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-
-    @property
-    def is_differentiable(self) -> bool:
-        """Whether such a tensor can have a gradient."""
-        return self.dtype.is_floating_point or self.dtype.is_complex
 
     def __repr__(self) -> str:
         return f"{tuple(self.shape)} {str(self.dtype).removeprefix('torch.')}"
 
 
 Specs = tuple[TensorSpec, ...]
+Typed = TypeVar("Typed", Tensor, TensorSpec)
 
 
 @dataclass
@@ -99,8 +94,7 @@ class StageLinks:
         self.group, self.device = GroupRef(group, grid, owner="StageLinks"), device
         self.ranks = grid.get_ranks(group)
         self.stage, self.num_stages = self.group.rank, self.group.size
-        self._declared: dict[int, Specs] = {}  # of activations, by boundary
-        self._gradients: dict[int, Specs] = {}
+        self._declared: dict[tuple[str, int], Specs] = {}  # by kind and boundary
         self._arriving: dict[StageMessage, _Travelling] = {}
         self._leaving: deque[_Travelling] = deque()
 
@@ -129,12 +123,14 @@ class StageLinks:
         for recv in exchange.recvs:
             buffers = [
                 torch.empty(spec.shape, dtype=spec.dtype, device=self.device)
-                for spec in self.specs_of(recv.message)
+                for spec in self._declared[recv.message.kind, recv.message.boundary]
             ]
             arriving.append(_Travelling(recv.peer, recv.message, buffers))
             self._arriving[recv.message] = arriving[-1]
         self._post(leaving, arriving)
-        self._let_leave(_MOST_LEAVING)
+        # Their tensors are kept because they may still be on their way: gloo does not say whether
+        # they are without waiting for them, and waiting too early would hold up what comes next.
+        self._let_leave(MOST_LEAVING)
 
     def take(self, message: StageMessage) -> list[Tensor]:
         """A message's tensors, once they have arrived (on CUDA: once the stream may use them).
@@ -214,7 +210,6 @@ class StageLinks:
         On all stages, between two steps.
         """
         self._declared.clear()
-        self._gradients.clear()
 
     def reset(self) -> None:
         """Forgets what was declared and under way: on a new grid, perhaps after a failed step."""
@@ -222,27 +217,20 @@ class StageLinks:
         self._arriving.clear()
         self._leaving.clear()
 
-    def specs_of(self, message: StageMessage) -> Specs:
-        """The shapes and dtypes of a message that was declared."""
-        kind = self._declared if message.kind == "activation" else self._gradients
-        return kind[message.boundary]
-
     def _declare(self, exchange: Exchange, sent: dict[Send, Sequence[Tensor]]) -> None:
         """Send and receive headers of boundaries that are crossed for the first time."""
         leaving: list[_Travelling] = []
         arriving: dict[int, _Travelling] = {}
         for send in exchange.sends:
             boundary = send.message.boundary
-            if boundary not in self._declared:
-                specs = tuple(TensorSpec(tuple(t.shape), t.dtype) for t in sent[send])
-                for spec in specs:
-                    self._check_sendable(spec, send.message)
+            if ("activation", boundary) not in self._declared:
+                specs = specs_of(sent[send])
+                header = self._header(specs, send.message)
                 self._set_specs(boundary, specs)
-                header = torch.tensor(_encode(specs, str(send.message)), device=self.device)
                 leaving.append(_Travelling(send.peer, send.message, [header]))
         for recv in exchange.recvs:
             boundary = recv.message.boundary
-            if boundary not in self._declared and boundary not in arriving:
+            if ("activation", boundary) not in self._declared and boundary not in arriving:
                 buffer = torch.empty(_HEADER_NUMBERS, dtype=torch.int64, device=self.device)
                 arriving[boundary] = _Travelling(recv.peer, recv.message, [buffer])
         if not leaving and not arriving:
@@ -252,24 +240,36 @@ class StageLinks:
             self._wait(coming)
             self._set_specs(boundary, _decode(coming.tensors[0].tolist()))
 
-    def _check_sendable(self, spec: TensorSpec, message: StageMessage) -> None:
-        if not can_send(spec.dtype, self.group.group, self.device):
+    def _header(self, specs: Specs, message: StageMessage) -> Tensor:
+        """The count, then for each tensor its dtype's number, its number of dims and its dims."""
+        numbers = [len(specs)]
+        for spec in specs:
+            if not can_send(spec.dtype, self.group.group, self.device):
+                raise SpecError(
+                    f"the {message} has a tensor of {spec.dtype}, which NCCL does not send; "
+                    "convert it, integers to int32 and complex numbers with torch.view_as_real"
+                )
+            if spec.dtype not in _DTYPES:
+                raise SpecError(
+                    f"the {message} has a tensor of {spec.dtype}; expected one of "
+                    f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
+                )
+            numbers += [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+        if len(numbers) > _HEADER_NUMBERS:
             raise SpecError(
-                f"the {message} has a tensor of {spec.dtype}, which NCCL does not send; convert "
-                "it, integers to int32 and complex numbers with torch.view_as_real"
+                f"the {message} has {len(specs)} tensors, whose dims a header of "
+                f"{_HEADER_NUMBERS} numbers does not hold; send fewer, or join them"
             )
+        numbers += [0] * (_HEADER_NUMBERS - len(numbers))
+        return torch.tensor(numbers, device=self.device)
 
     def _set_specs(self, boundary: int, specs: Specs) -> None:
-        self._declared[boundary] = specs
-        self._gradients[boundary] = tuple(spec for spec in specs if spec.is_differentiable)
+        self._declared["activation", boundary] = specs
+        self._declared["gradient", boundary] = tuple(differentiable(specs))
 
     def _check(self, message: StageMessage, tensors: Sequence[Tensor]) -> None:
-        declared = self.specs_of(message)
-        if len(tensors) != len(declared) or any(
-            tensor.shape != spec.shape or tensor.dtype != spec.dtype
-            for tensor, spec in zip(tensors, declared, strict=True)
-        ):
-            found = tuple(TensorSpec(tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+        declared, found = self._declared[message.kind, message.boundary], specs_of(tensors)
+        if found != declared:
             raise ShapeError(
                 f"the {message} is {_said(found)}, but the first one over that boundary declared "
                 f"{_said(declared)}; give every microbatch one shape (pad it), or call "
@@ -281,33 +281,20 @@ def _copied(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor.detach().clone(memory_format=torch.contiguous_format) for tensor in tensors]
 
 
+def differentiable(tensors: Iterable[Typed]) -> list[Typed]:
+    """Those that can have a gradient, of tensors or of their specs."""
+    return [one for one in tensors if one.dtype.is_floating_point or one.dtype.is_complex]
+
+
+def specs_of(tensors: Iterable[Tensor]) -> Specs:
+    return tuple(TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
+
+
 def _said(specs: Specs) -> str:
     return " and ".join(map(repr, specs)) or "nothing"
 
 
-def _encode(specs: Specs, what: str) -> list[int]:
-    """The count, then for each tensor its dtype's number, its number of dims and its dims."""
-    numbers = [len(specs)]
-    for spec in specs:
-        if spec.dtype not in _DTYPES:
-            raise SpecError(
-                f"the {what} has a tensor of {spec.dtype}; expected one of "
-                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in _DTYPES)}"
-            )
-        numbers += [_DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-    if len(numbers) > _HEADER_NUMBERS:
-        raise SpecError(
-            f"the {what} has {len(specs)} tensors, whose dims a header of {_HEADER_NUMBERS} "
-            "numbers does not hold; send fewer, or join them"
-        )
-    return numbers + [0] * (_HEADER_NUMBERS - len(numbers))
-
-
-def _decode(numbers: Sequence[int]) -> Specs:
-    count, *rest = numbers
-    specs = []
-    for _ in range(count):
-        dtype, dims, *rest = rest
-        specs.append(TensorSpec(tuple(rest[:dims]), _DTYPES[dtype]))
-        rest = rest[dims:]
-    return tuple(specs)
+def _decode(numbers: Iterable[int]) -> Specs:
+    left = iter(numbers)
+    pairs = ((_DTYPES[next(left)], next(left)) for _ in range(next(left)))
+    return tuple(TensorSpec(tuple(islice(left, dims)), dtype) for dtype, dims in pairs)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.norm import device_of
 from commgrid.data_parallel.reducer import GradientReducer
-from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.errors import GridMismatchError, SpecError
 from commgrid.pipeline.execution import Execution, Loss
 from commgrid.pipeline.p2p import StageLinks
-from commgrid.pipeline.tied import check_reduced, check_shared, refuse_unsummed
+from commgrid.pipeline.tied import check_reduced, check_shared, refuse_first, refuse_unsummed
 from commgrid.pipeline_schedules.messages import Program, programs
 from commgrid.pipeline_schedules.proof import check_schedule
 from commgrid.pipeline_schedules.schedule import (
@@ -94,27 +94,22 @@ class Pipeline:
         device = next((device_of(chunk) for chunk in self.chunks), torch.device("cpu"))
         self.links = StageLinks(group, grid, device=device)
         self.stage, stages = self.links.stage, self.links.num_stages
-        said = f"schedule {schedule!r}"
+        said, sizes = f"schedule {schedule!r}", (stages, num_microbatches, len(self.chunks))
         if isinstance(schedule, Schedule):
             said = f"{schedule} (orders {zlib.crc32(repr(schedule.orders).encode()):08x})"
         self._agree(f"{said}, num_microbatches={num_microbatches}, {len(self.chunks)} chunks")
-        self.schedule = (
-            make_schedule(schedule, stages, num_microbatches, len(self.chunks))
-            if isinstance(schedule, str) else schedule
-        )  # fmt: skip
-        sizes = (stages, num_microbatches, len(self.chunks))
-        theirs = self.schedule
-        if (theirs.num_stages, theirs.num_microbatches, theirs.num_chunks) != sizes:
+        if isinstance(schedule, str):
+            schedule = make_schedule(schedule, *sizes)
+        elif (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks) != sizes:
             raise SpecError(
-                f"{theirs} does not fit group {group!r} of {stages} ranks with "
+                f"{schedule} does not fit group {group!r} of {stages} ranks with "
                 f"num_microbatches={num_microbatches} and {len(self.chunks)} chunks on this one"
             )
-        if isinstance(schedule, Schedule):
+        else:
             check_schedule(schedule)
+        self.schedule = schedule
         self._model = nn.ModuleList(self.chunks)
-        splits = any(
-            isinstance(a, BackwardInput) for order in self.schedule.orders for a in order
-        )  # fmt: skip
+        splits = any(isinstance(a, BackwardInput) for a in self.schedule.orders[self.stage])
         check_reduced(self.chunks, reducer, self.links.group.group, splits=splits)
         self._shares = check_shared(self._model, self.links.group.group)
         self._program = programs(self.schedule)[self.stage]
@@ -159,7 +154,7 @@ class Pipeline:
             On the last stage the losses, of shape (num_microbatches,); elsewhere None.
 
         Raises:
-            SpecError: stages share a parameter, and have no reducer.
+            SpecError: stages share a parameter, and have no reducer; or a chunk had no graph.
             ShapeError: another number of microbatches, or tensors whose shapes change between
                 microbatches.
             PeerFailedError: another stage failed, or is gone; names it. The grid is then destroyed,
@@ -176,7 +171,8 @@ class Pipeline:
             run.check()
             found = run.through(self._program)
             if not self._has_trained:
-                self._check_graphs(run.without_graph())
+                refuse_first(run.without_graph(), self.links.group.group)
+                self._has_trained = True
             self.spans = run.spans
         return torch.stack([found[i].detach() for i in sorted(found)]) if found else None
 
@@ -254,23 +250,6 @@ class Pipeline:
                     f"rank {rank} was given {theirs}, but others of ranks {list(self.links.ranks)} "
                     f"{usual}; give every stage the same"
                 )
-
-    def _check_graphs(self, mine: str) -> None:
-        """Refuse, after the first step, chunks with trained parameters that had no graph.
-
-        Raises:
-            CommGridError: on every stage; names the first such stage and chunk.
-        """
-        found = gathered(mine, self.links.group.group)
-        for stage, (rank, told) in enumerate(zip(self.links.ranks, found, strict=True)):
-            if told:
-                raise CommGridError(
-                    f"Pipeline: stage {stage} (rank {rank}) {told}; it was detached, computed "
-                    "under torch.no_grad(), or behind a checkpoint with use_reentrant=True whose "
-                    "inputs need no gradient; freeze the chunk with requires_grad_(False) if that "
-                    "is meant"
-                )
-        self._has_trained = True
 
 
 def _final_backwards(order: Order) -> set[Computation]:

@@ -39,13 +39,25 @@ def check_reduced(
     Raises:
         SpecError: on every stage; names the first such stage, chunk and parameter.
     """
+    reduces = gathered(reducer is not None, pipeline)
+    wrong = _not_reduced(chunks, reducer, splits)
     trains = any(p.requires_grad for chunk in chunks for p in chunk.parameters())
-    told = gathered((_not_reduced(chunks, reducer, splits), trains, reducer is not None), pipeline)
-    ranks = dist.get_process_group_ranks(pipeline)
-    some = [rank for rank, (_, _, reduces) in zip(ranks, told, strict=True) if reduces]
-    for stage, (rank, (wrong, trains, reduces)) in enumerate(zip(ranks, told, strict=True)):
-        if some and trains and not reduces:
-            wrong = f"has no reducer, but rank {some[0]} has one; give each stage one of its chunks"
+    if reducer is None and any(reduces) and trains:
+        rank = dist.get_process_group_ranks(pipeline)[reduces.index(True)]
+        wrong = f"has no reducer, but rank {rank} has one; give each stage one of its chunks"
+    refuse_first(wrong, pipeline)
+    if reducer is not None and not all(reduces):
+        reducer.leave_out_stages()
+
+
+def refuse_first(wrong: str, pipeline: ProcessGroup) -> None:
+    """Refuse, on every stage, what is wrong with the first stage that says so; "": nothing.
+
+    Raises:
+        SpecError: names that stage and its rank.
+    """
+    told = zip(dist.get_process_group_ranks(pipeline), gathered(wrong, pipeline), strict=True)
+    for stage, (rank, wrong) in enumerate(told):
         if wrong:
             raise SpecError(f"Pipeline: stage {stage} (rank {rank}) {wrong}")
     if reducer is not None and len(some) < len(ranks):
@@ -112,16 +124,17 @@ def refuse_unsummed(model: nn.Module, pipeline: ProcessGroup) -> None:
     """Refuse to train shared parameters without a reducer, which alone sums their gradients.
 
     Raises:
-        SpecError: on every stage; names a parameter and the ranks with copies of it.
+        SpecError: on every stage; names the first stage with a copy, a parameter and the ranks.
     """
-    trained = [(each.name, ranks) for each, ranks in _copies(model) if each.parameter.requires_grad]
-    for name, ranks in (found[0] for found in gathered(trained, pipeline) if found):
-        raise SpecError(
-            f"Pipeline: {name!r} has a copy on each of ranks {list(ranks)}, and without a reducer "
-            "the gradients of the copies are not summed; give every stage "
-            "reducer=GradientReducer(torch.nn.ModuleList(chunks)). FSDP2 reduces by itself and "
-            "sums no copies: use weights of their own on each stage there"
-        )
+    wrong = ""
+    for copy, ranks in _copies(model):
+        if copy.parameter.requires_grad and not wrong:
+            wrong = (
+                f"shares {copy.name!r} among ranks {list(ranks)}, and no reducer sums its "
+                "gradients; give every stage reducer=GradientReducer(torch.nn.ModuleList(chunks)). "
+                "FSDP2 sums no copies: use weights of their own on each stage there"
+            )
+    refuse_first(wrong, pipeline)
 
 
 def _copies(model: nn.Module) -> list[tuple[Placement, tuple[int, ...]]]:

@@ -174,14 +174,13 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
         return tuple(ctx.needs_input_grad)
     # One entry for each tensor among the inputs, None if it needs no gradient.
     nodes = (node for node, _ in ctx.next_functions if node is not None)
-    return tuple(needed and _will_run(next(nodes)) for needed in ctx.needs_input_grad)
-
-
-def _will_run(node: Any) -> bool:
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad with respect to this very leaf
-        return True
+    found = []
+    for needed in ctx.needs_input_grad:
+        try:
+            found.append(needed and torch._C._will_engine_execute_node(next(nodes)))
+        except RuntimeError:  # torch.autograd.grad with respect to this very leaf
+            found.append(True)
+    return tuple(found)
 
 
 def weight_gradient(ctx: Any, weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:

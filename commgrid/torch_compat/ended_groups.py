@@ -120,7 +120,9 @@ def end_if_stuck(groups: Iterable[dist.ProcessGroup], why: str) -> None:
 def follow(work: dist.Work, group: dist.ProcessGroup) -> None:
     """Know of a collective on gloo until its handle is freed; see `wait_unless_broken`."""
     if runs_on_gloo(group):
-        _UNDER_WAY.setdefault(group, WeakSet()).add(work)
+        if group not in _UNDER_WAY:
+            _UNDER_WAY[group] = WeakSet()
+        _UNDER_WAY[group].add(work)
 
 
 def wait_unless_broken(work: dist.Work, its_group: dist.ProcessGroup) -> None:

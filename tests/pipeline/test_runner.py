@@ -470,7 +470,7 @@ def rebuilt() -> str:
 def test_a_pipeline_on_a_rebuilt_grid() -> None:
     # A grid that failed leaves keys in the store.
     for said in run_on_ranks(rebuilt, 2, check=False):
-        assert "its loss is (2, 6); expected one scalar tensor" in said
+        assert "expected one floating-point scalar" in said
 
 
 def after_half_a_declaration() -> list[float]:
@@ -566,7 +566,7 @@ BAD: dict[str, tuple[Callable[[int], object], type[Exception], dict[int, str]]] 
     "a vector as loss": (
         lambda rank: Pipeline(nn.Linear(4, 4), num_microbatches=2).step([torch.zeros(1, 4)] * 2),
         commgrid.CommGridError,
-        {1: "part 1 of 2 (stage 1, chunk 0): its loss is (1, 4); expected one scalar tensor"},
+        {1: "part 1 of 2 (stage 1, chunk 0): its loss is (1, 4) float32; expected one"},
     ),
     "different microbatches": (
         lambda rank: Pipeline(nn.Linear(4, 4), num_microbatches=2 + rank), GridMismatchError,

@@ -119,5 +119,5 @@ def test_copies_without_a_reducer_do_not_train() -> None:
         found[1][1], [middle.weight.grad, middle.bias.grad], rtol=1e-12, atol=0
     )
     for _, _, refused in found:
-        assert "'0.parts.scale.weight' has a copy on each of ranks [0, 2]" in refused
+        assert "stage 0 (rank 0) shares '0.parts.scale.weight' among ranks [0, 2]" in refused
         assert "give every stage reducer=GradientReducer(torch.nn.ModuleList(chunks))" in refused
