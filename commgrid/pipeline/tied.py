@@ -47,7 +47,7 @@ def check_reduced(
         wrong = f"has no reducer, but rank {rank} has one; give each stage one of its chunks"
     refuse_first(wrong, pipeline)
     if reducer is not None and not all(reduces):
-        reducer.leave_out_stages()
+        reducer.groups.stages = None  # finish() then compares steps within the stage alone
 
 
 def refuse_first(wrong: str, pipeline: ProcessGroup) -> None:
@@ -60,8 +60,6 @@ def refuse_first(wrong: str, pipeline: ProcessGroup) -> None:
     for stage, (rank, wrong) in enumerate(told):
         if wrong:
             raise SpecError(f"Pipeline: stage {stage} (rank {rank}) {wrong}")
-    if reducer is not None and len(some) < len(ranks):
-        reducer.groups.stages = None  # finish() then compares steps within the stage alone
 
 
 def _not_reduced(chunks: Sequence[nn.Module], reducer: GradientReducer | None, splits: bool) -> str:
