@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from commgrid.context_parallel.heads import two_level_attention, two_levels
 from commgrid.context_parallel.kernels import no_autocast, readable
 from commgrid.context_parallel.plans import first_kv_head
 from commgrid.context_parallel.sharding import SequenceSharding
-from commgrid.errors import ShapeError, SpecError, UnknownGroupError
+from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
@@ -131,10 +132,16 @@ def _attend_among(
     members: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, options: _Options
 ) -> Tensor:
     sharding, group, way, causal, window, scale, levels, grid = options
-    mask, way = Mask(causal, window), way_named(way)
-    pair = _level_groups(group, members, levels, grid, way)
-    inner = pair.inside.size() if pair is not None else None
     rank = members.rank()
+    about = f"attention over group {members.group_desc!r} of {members.size()} ranks"
+    try:
+        mask, way = Mask(causal, window), way_named(way)
+        pair = _level_groups(group, members, levels, grid, way)
+    except CommGridError as error:
+        with suppress(ShapeError):
+            agree(members, about, (), str(error))  # which the others wait for
+        raise
+    inner = pair.inside.size() if pair is not None else None
     if sharding.parts == members.size():
         complaint = _complaint(q, k, v, sharding, rank, way, inner)
     else:
@@ -143,10 +150,9 @@ def _attend_among(
         )
     facts = (
         ("shardings", sharding.described),
-        ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}"),
+        ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}, {inner=}"),
         ("tensors", _shapes(q, k)),
     )
-    about = f"attention over group {members.group_desc!r} of {members.size()} ranks"
     agree(members, about, facts, complaint)
     if way == "auto":
         way = choose(
@@ -253,7 +259,7 @@ def _shapes(q: Tensor, k: Tensor) -> str:
 def _turned(q: Tensor, own: int) -> str:
     """How tensors that have the positions in another dim become as they should be."""
     for dim, how in ((0, "permute(1, 2, 0, 3)"), (1, "transpose(1, 2)")):
-        if q.shape[dim] == own:
+        if q.shape[dim] == own != q.shape[2]:
             return f"; positions are dim 2, and q has as many in dim {dim}: give q.{how}"
     return ""
 

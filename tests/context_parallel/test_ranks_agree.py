@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import commgrid
-from commgrid import ShapeError, SpecError
+from commgrid import CommGridError, ShapeError, SpecError
 from commgrid.context_parallel import WAYS, SequenceSharding, agreement, attention
 from commgrid.runtime.grid import HyperCommGrid
 
@@ -45,6 +45,21 @@ def test_a_rank_that_takes_another_known_sharding_is_named_on_all_ranks(rank: in
     fewer = SequenceSharding.contiguous(16, 2)
     with pytest.raises(ShapeError, match="rank 2 of the group: the sharding is over 2 ranks; exp"):
         attention(*same(4), sharding=fewer if rank == 2 else first)
+    commgrid.shutdown()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wrong", [{"way": "rings"}, {"window": 0}, {"way": "2d"}])
+def test_an_option_that_one_rank_alone_cannot_take_is_named_on_both(
+    rank: int, wrong: dict[str, Any]
+) -> None:
+    commgrid.initialize(cp=2)
+    sharding = SequenceSharding.contiguous(8, 2)
+    given: dict[str, Any] = {"way": "ring"} | (wrong if rank else {})
+    told = "rings|window|2d" if rank else "attention over group 'cp' .*: rank 1 of the group: "
+    with pytest.raises(CommGridError, match=told):
+        attention(*same(4), sharding=sharding, **given)
+    attention(*same(4), sharding=sharding)  # and the group still works
     commgrid.shutdown()
 
 
