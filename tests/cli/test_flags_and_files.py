@@ -70,7 +70,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["show", "--tp", "16", "--world-size", "16", "--within", "tp=node"], "lie on 2 nodes"),
         (["show", "--sharding", "9" * 20, "--cp", "2"], "fewer than 10^12 tokens"),
         (["show", "--schedule", "1f1b", "--stages", "1000000", "--microbatches", "1000000"],
-         "actions are not drawn"),
+         "forwards are too many to show"),
         ([*SHARDING, "--names", "tp"], f"--names tp: {NOTHING} does not go with --sharding"),
         ([*SHARDING, "--tp", "2"], f"--tp 2: {NOTHING} does not go with --sharding"),
         ([*SHARDING, "--model", "llama3-8b"],

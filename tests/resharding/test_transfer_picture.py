@@ -182,6 +182,6 @@ def test_a_plan_is_no_page_and_needs_a_folder(
     plan().save(tmp_path / "plan.json")
     page = str(tmp_path / "plan.html")
     assert main(["show", "--transfer", str(tmp_path / "plan.json"), "-o", page]) == 2
-    assert "a page shows a grid" in capsys.readouterr().err
+    assert "a page, .html, shows a grid" in capsys.readouterr().err
     with pytest.raises(SpecError, match=r"plan\.json: cannot be written: No such file"):
         plan().save(tmp_path / "none" / "plan.json")

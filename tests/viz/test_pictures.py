@@ -102,7 +102,7 @@ def test_the_same_picture_is_the_same_file(tmp_path: Path) -> None:
         (["--schedule", "1f1b", "--stages", "2"], "needs --microbatches N"),
         (["--schedule", "2f2b", "--stages", "2", "--microbatches", "2"], "2f2b"),
         (["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "-o", "a.html"],
-         "a page shows a grid"),
+         "a page, .html, shows a grid"),
         (["--schedule", "1f1b", "--stages", "2", "--microbatches", "2", "--tp", "2"],
          "beside a grid: only a page shows both"),
         (["--tp", "2", "--world-size", "4", "--create", "dp", "--names", "tp"],

@@ -225,10 +225,12 @@ def _simulation(args: argparse.Namespace) -> Simulation | None:
     for size in ("stages", "microbatches"):
         if getattr(args, size) is None:
             raise SpecError(f"--schedule {args.schedule}: needs --{size} N")
-    if args.stages * args.microbatches * (args.chunks or 1) > _MOST_DRAWN:
+    num = args.stages * args.microbatches * (args.chunks or 1)
+    if num > _MOST_DRAWN:
         raise SpecError(
-            f"--stages {args.stages} and --microbatches {args.microbatches}: more than "
-            f"{_MOST_DRAWN:,} actions are not drawn"
+            f"--stages {args.stages} × --microbatches {args.microbatches} × --chunks "
+            f"{args.chunks or 1}: {num:,} forwards are too many to show; expected at most "
+            f"{_MOST_DRAWN:,}, so show fewer microbatches"
         )
     schedule: Schedule = make_schedule(
         args.schedule,
@@ -250,7 +252,10 @@ def _give(
         give(args, found, text)
         return 0
     if args.output.suffix == ".html":
-        raise SpecError(f"-o {args.output}: a page shows a grid; give its sizes or GRID.yaml")
+        raise SpecError(
+            f"-o {args.output}: this picture is written as .svg, .png or .pdf; a page, .html, "
+            "shows a grid"
+        )
     with drawing():
         save(draw(), args.output)
     return _written(args)
