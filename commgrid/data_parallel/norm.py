@@ -9,7 +9,7 @@ GradientReducer, which has methods for that: with FSDP2, DDP, or one data-parall
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,8 @@ from commgrid.planning.region import STANDARD
 from commgrid.replicas import Copy, differing, groups_along
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+
+_KEPT = 16  # tensors of shares, for steps in which other parameters have gradients
 
 
 def gradient_norm(
@@ -79,15 +81,8 @@ def gradient_norm(
         _check_summed(everything, data, grid)
     sharded = is_cut if sharded is None else sharded
     used = axes_in_use(everything, grid, data)
-    group, device = norm_group(grid, data, used, sharded=sharded), device_of(model)
-    size = group.size() if group is not None else 1
-
-    def shares(indices: tuple[int, ...]) -> Tensor:
-        return torch.tensor(
-            [distinct[i] / size for i in indices], dtype=torch.float64, device=device
-        )
-
-    return sum_of_squares(held, shares, group, device).sqrt()
+    whole = norm_group(grid, data, used, sharded=sharded)
+    return SquareSum(distinct, whole, device_of(model)).of(held).sqrt()
 
 
 def clip_gradients(
@@ -255,38 +250,55 @@ def norm_group(
     return common_group(grid.get_group(*axes), grid, summed) if axes else None
 
 
-def sum_of_squares(
-    gradients: Sequence[Tensor | None],
-    shares: Callable[[tuple[int, ...]], Tensor],
-    group: ProcessGroup | None,
-    device: torch.device,
-) -> Tensor:
+class SquareSum:
     """The sum of the squares of all gradients of the unsharded model.
 
     Args:
-        gradients: this rank's; None: no gradient.
-        shares: called with the indices of the gradients that are not None; returns a factor for
-            each square, (indices,) in fp64: the number of distinct gradients in its place over all
-            ranks, divided by the size of `group`.
+        distinct: for each of this rank's gradients, the number of distinct ones in its place over
+            all ranks.
         group: the ranks that together hold all gradients; None: this one does.
         device: of the model, also if this rank holds no gradient.
-
-    Returns:
-        A float64 tensor of shape () on `device`, the same on every rank.
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
-    for i, gradient in enumerate(gradients):
-        if gradient is not None:
-            alike.setdefault((gradient.dtype, gradient.device), {})[i] = gradient
-    for (dtype, _), held in alike.items():
-        exact = torch.promote_types(dtype, torch.float32)
-        norms = torch._foreach_norm(list(held.values()), 2, dtype=exact)
-        squares = torch.stack(norms).to(device, torch.float64).square()
-        total += squares @ shares(tuple(held))
-    if group is not None:
-        start_all_reduce_(total, group).wait()
-    return total
+
+    def __init__(
+        self, distinct: Sequence[float], group: ProcessGroup | None, device: torch.device
+    ) -> None:
+        self.group, self.device = group, device
+        size = group.size() if group is not None else 1
+        self._shares = [each / size for each in distinct]
+        self._tensors: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, gradients: Sequence[Tensor | None]) -> Tensor:
+        """Add up over all ranks.
+
+        Args:
+            gradients: this rank's; None: it has none.
+
+        Returns:
+            A float64 tensor of shape () on `device`, the same on every rank.
+        """
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        alike: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
+        for i, gradient in enumerate(gradients):
+            if gradient is not None:
+                alike.setdefault((gradient.dtype, gradient.device), {})[i] = gradient
+        for (dtype, _), held in alike.items():
+            exact = torch.promote_types(dtype, torch.float32)
+            norms = torch._foreach_norm(list(held.values()), 2, dtype=exact)
+            squares = torch.stack(norms).to(self.device, torch.float64).square()
+            total += squares @ self._shares_of(tuple(held))
+        if self.group is not None:
+            start_all_reduce_(total, self.group).wait()
+        return total
+
+    def _shares_of(self, held: tuple[int, ...]) -> Tensor:
+        """The share of each square, on the device; kept, as most steps have the same gradients."""
+        if held not in self._tensors:
+            if len(self._tensors) == _KEPT:
+                self._tensors.clear()
+            shares = [self._shares[i] for i in held]
+            self._tensors[held] = torch.tensor(shares, dtype=torch.float64, device=self.device)
+        return self._tensors[held]
 
 
 def check_max_norm(max_norm: float) -> None:

@@ -48,7 +48,13 @@ from commgrid.data_parallel.model_checks import (
     compare_slices,
     compare_values,
 )
-from commgrid.data_parallel.norm import check_max_norm, clip_factor, norm_group
+from commgrid.data_parallel.norm import (
+    SquareSum,
+    check_max_norm,
+    clip_factor,
+    device_of,
+    norm_group,
+)
 from commgrid.data_parallel.reduction import Reductions
 from commgrid.data_parallel.slot import KeptGradient, Slot, is_capturing
 from commgrid.data_parallel.step_checks import STEP_HOOKS
@@ -162,11 +168,12 @@ class GradientReducer:
         self._optimizer: weakref.ref[Updater] | None = None
         self._is_exact = self.after_step = False
         self._synchronizing = True
-        parts = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
+        distinct = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._missing = self._whole_group()
+        self._squares = SquareSum(distinct, whole, device_of(model))
         self._verdict = SyncResult(
             self.lanes, self.buckets, self.pieces, self.group, self.groups.dense,
-            whole=whole, parts=parts, model=model, lopsided=unused == "zero",
+            squares=self._squares, lopsided=unused == "zero",
         )  # fmt: skip
         # Ranks may run two models in different orders, so a reducer that shares a group with an
         # earlier one starts its sums in finish().
@@ -326,7 +333,7 @@ class GradientReducer:
         """The error of gradients that are not finite; all ranks know alike whether any is."""
         if self._not_finite != "raise" or self.is_finite:
             return None
-        return check_finite(self.pieces, self._verdict.whole, self.model)
+        return check_finite(self.pieces, self._squares.group)
 
     def _check_reduced(self, call: str) -> None:
         for slot in self.slots:
@@ -392,7 +399,7 @@ class GradientReducer:
         self._check_reduced("gradient_norm() or clip_gradients() was called")
         if self._missing is not None:
             raise self._missing
-        return self._verdict.squares(self._held_of(group)).sqrt()
+        return self._squares.of(self._held_of(group)).sqrt()
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float, group: ParameterGroup | None = None) -> Tensor:

@@ -1,6 +1,6 @@
 """Agreement of all ranks once gradients are summed: parameters used, divisor, finiteness.
 
-one vector on the device  │ lane dp_cp: has a gradient … , counts nothing │ count │ lane edp …
+one vector on the device  │ lane dp_cp: has a gradient … , counts nothing, count │ lane edp …
 each part is summed over its group, and squares over the whole model where they are needed
 read once by the host     divisor, parameters used, whether all gradients are finite
 """
@@ -9,40 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.bucket import Bucket, GradientPart, Lane
-from commgrid.data_parallel.norm import device_of, sum_of_squares
+from commgrid.data_parallel.norm import SquareSum
 from commgrid.data_parallel.slot import Slot, State
 from commgrid.errors import CommGridError, GridMismatchError, ShapeError
-
-_KEPT = 16  # tensors of shares, for steps in which other parameters have gradients
-
-
-@dataclass(frozen=True)
-class _Told:
-    """A group's range in the vector.
-
-    Args:
-        group: the group over which the range is summed.
-        lane: the lane whose slots' flags come first, then whether this rank counts nothing; None:
-            the group has no lane and only adds up counts.
-        start, stop: the range.
-        count: index of the count, followed by whether one was given; None: not in this range.
-    """
-
-    group: ProcessGroup
-    lane: Lane | None
-    start: int
-    stop: int
-    count: int | None
 
 
 class SyncResult:
@@ -51,9 +29,7 @@ class SyncResult:
     Args:
         lanes, buckets, pieces: the reducer's.
         group, name: the group over which counts are added up.
-        whole: the ranks that together hold every gradient; None: this one does.
-        parts: for each piece, the number of distinct ones in its place on all ranks.
-        model: the model, whose device is used.
+        squares: of the pieces' gradients.
         lopsided: whether a parameter may have a gradient on some ranks only.
 
     Attributes:
@@ -69,24 +45,25 @@ class SyncResult:
         group: ProcessGroup,
         name: str,
         *,
-        whole: ProcessGroup | None,
-        parts: Sequence[float],
-        model: nn.Module,
+        squares: SquareSum,
         lopsided: bool,
     ) -> None:
-        self._buckets, self._group, self._name = buckets, group, name
-        self.whole, self.is_finite, self._may_be_lopsided = whole, True, lopsided
+        self._buckets, self._pieces = buckets, pieces
+        self._group, self._name = group, name
+        self._squares, self._may_be_lopsided = squares, lopsided
         self.used: set[Slot] = set()
-        self._device = device_of(model)
-        self._told = _lay_out(lanes, group)
+        self.is_finite = True
+        self._told: list[tuple[Lane, slice]] = []
+        """Each lane's range of the vector: of each slot, whether it has a gradient; whether this
+        rank counts nothing; its count, and whether it gave one."""
+        end = 0
+        counts = [] if any(lane.group == group for lane in lanes) else [Lane(group, name)]
+        for lane in (*lanes, *counts):
+            start, end = end, end + len(lane.slots) + 3
+            self._told.append((lane, slice(start, end)))
         self._where = {
-            id(slot): told.start + i
-            for told in self._told if told.lane is not None
-            for i, slot in enumerate(told.lane.slots)
-        }  # fmt: skip
-        size = self.whole.size() if self.whole is not None else 1
-        self._pieces, self._shares = pieces, [part / size for part in parts]
-        self._tensors: dict[tuple[int, ...], Tensor] = {}
+            id(slot): own.start + i for lane, own in self._told for i, slot in enumerate(lane.slots)
+        }
 
     def reach(
         self, count: float | Tensor | None, *, look: bool
@@ -105,53 +82,47 @@ class SyncResult:
                 start_all_reduce_(own, bucket.shared).wait()
                 own.clamp_(max=1)
         pending = [
-            start_all_reduce_(numbers[told.start : told.stop], told.group)
-            for told in self._told if told.group.size() > 1
+            start_all_reduce_(numbers[place], lane.group)
+            for lane, place in self._told if lane.group.size() > 1
         ]  # fmt: skip
         for each in pending:
             each.wait()
         squares = numbers.new_zeros(())
         if look:
-            squares = self.squares([piece.gradient for piece in self._pieces])
+            squares = self._squares.of([piece.gradient for piece in self._pieces])
         *heard, total = torch.cat([numbers, squares.view(1)]).tolist()
         divisor, wrong = self._divisor(count, heard)
         self.is_finite = math.isfinite(total)
         self.used.clear()
-        for told in self._told:
-            if told.lane is not None:
-                having = heard[told.start : told.stop]
-                self.used |= {s for s, count in zip(told.lane.slots, having, strict=False) if count}
-                if wrong is None and not self._may_be_lopsided:
-                    wrong = _lopsided(told.lane, having)
+        for lane, place in self._told:
+            *having, absent, _, _ = heard[place]
+            self.used |= {slot for slot, n in zip(lane.slots, having, strict=True) if n}
+            if wrong is None and not self._may_be_lopsided:
+                wrong = _lopsided(lane, having, absent)
         return divisor, wrong
 
     def _numbers(self, count: float | Tensor | None) -> Tensor:
         known = count if count is not None and not isinstance(count, Tensor) else 0.0
         absent = float(count is not None and not isinstance(count, Tensor) and count == 0)
         listed: list[float] = []
-        for told in self._told:
-            if told.lane is not None:
-                listed += [float(slot.state is State.SENT) for slot in told.lane.slots]
-                listed.append(absent)
-            if told.count is not None:
-                listed += [float(known), float(count is not None)]
-        made = torch.tensor(listed, dtype=torch.float64, pin_memory=self._device.type == "cuda")
-        numbers = made.to(self._device, non_blocking=True)
+        for lane, _ in self._told:
+            listed += [float(slot.state is State.SENT) for slot in lane.slots]
+            listed += [absent, float(known), float(count is not None)]
+        device = self._squares.device
+        made = torch.tensor(listed, dtype=torch.float64, pin_memory=device.type == "cuda")
+        numbers = made.to(device, non_blocking=True)
         if isinstance(count, Tensor):  # which the host need not know
-            given = count.detach().to(self._device, torch.float64, non_blocking=True)
-            for told in self._told:
-                if told.count is not None:
-                    numbers[told.count] = given
-                if told.lane is not None:
-                    numbers[told.start + len(told.lane.slots)] = (given == 0).double()
+            given = count.detach().to(device, torch.float64, non_blocking=True)
+            for _, own in self._told:
+                numbers[own.stop - 3] = (given == 0).double()
+                numbers[own.stop - 2] = given
         return numbers
 
     def _divisor(
         self, count: float | Tensor | None, heard: Sequence[float]
     ) -> tuple[float, CommGridError | None]:
         size = self._group.size()
-        place = next(told.count for told in self._told if told.count is not None)
-        total, given = heard[place], heard[place + 1]
+        *_, total, given = next(heard[own] for lane, own in self._told if lane.group == self._group)
         if 0 < given < size:
             return 1.0, GridMismatchError(
                 f"finish(count={count}): {int(given)} of the {size} ranks of group "
@@ -167,43 +138,10 @@ class SyncResult:
             f"{self._name!r} add up to {total:g}; expected above 0"
         )
 
-    def squares(self, gradients: Sequence[Tensor | None]) -> Tensor:
-        """The sum of the squares of all gradients of the unsharded model.
 
-        Args:
-            gradients: one for each of this rank's pieces; None: it has none.
-
-        Returns:
-            A float64 tensor of shape () on the model's device, the same on every rank.
-        """
-        return sum_of_squares(gradients, self._shares_of, self.whole, self._device)
-
-    def _shares_of(self, held: tuple[int, ...]) -> Tensor:
-        """The share of each square, on the device; kept, as most steps have the same pieces."""
-        if held not in self._tensors:
-            if len(self._tensors) == _KEPT:
-                self._tensors.clear()
-            shares = [self._shares[i] for i in held]
-            self._tensors[held] = torch.tensor(shares, dtype=torch.float64, device=self._device)
-        return self._tensors[held]
-
-
-def _lay_out(lanes: Sequence[Lane], group: ProcessGroup) -> list[_Told]:
-    found: list[_Told] = []
-    end = 0
-    for lane in lanes:
-        start, end = end, end + len(lane.slots) + 1
-        count = end if lane.group == group else None
-        end += 2 * (count is not None)
-        found.append(_Told(lane.group, lane, start, end, count))
-    if all(told.count is None for told in found):
-        found.append(_Told(group, None, end, end + 2, end))
-    return found
-
-
-def _lopsided(lane: Lane, heard: Sequence[float]) -> CommGridError | None:
-    size, absent = lane.group.size(), heard[len(lane.slots)]
-    for slot, having in zip(lane.slots, heard, strict=False):
+def _lopsided(lane: Lane, heard: Sequence[float], absent: float) -> CommGridError | None:
+    size = lane.group.size()
+    for slot, having in zip(lane.slots, heard, strict=True):
         if 0 < having < size - absent:
             mine = "one" if slot.state is State.SENT else "none"
             return GridMismatchError(
@@ -215,9 +153,7 @@ def _lopsided(lane: Lane, heard: Sequence[float]) -> CommGridError | None:
     return None
 
 
-def check_finite(
-    pieces: Sequence[GradientPart], whole: ProcessGroup | None, model: nn.Module
-) -> CommGridError:
+def check_finite(pieces: Sequence[GradientPart], whole: ProcessGroup | None) -> CommGridError:
     """The error of a step with gradients that are not finite; collective over `whole`."""
     mine = [str(p.slot.placement) for p in pieces if not bool(p.gradient.isfinite().all())]
     ranks = [dist.get_rank()] if whole is None else dist.get_process_group_ranks(whole)
