@@ -147,7 +147,8 @@ _RECORDS: weakref.WeakSet[InputRecord] = weakref.WeakSet()
 
 def note(what: str, tensor: Tensor, group: GroupRef) -> None:
     """Note a layer's input, equal on all ranks of a group, if any InputRecord is open."""
-    if _RECORDS and group.size > 1:
+    # First, or torch.compile guards the records, which come and go.
+    if not torch.compiler.is_compiling() and _RECORDS and group.size > 1:
         _note(what, tensor, (group.group, False))
 
 
@@ -156,6 +157,8 @@ def note_batch(what: str, tensor: Tensor, group: ProcessGroup) -> None:
 
     Activations are left out: each rank may have its own dropout on the part that it takes.
     """
+    if torch.compiler.is_compiling():
+        return
     activation = tensor.requires_grad or not (torch.is_grad_enabled() or _is_exact(tensor))
     if _RECORDS and group.size() > 1 and type(tensor) is Tensor and not activation:
         _note(what, tensor, (group, True))
@@ -163,9 +166,7 @@ def note_batch(what: str, tensor: Tensor, group: ProcessGroup) -> None:
 
 @torch.no_grad()
 def _note(what: str, tensor: Tensor, where: Where) -> None:
-    if torch.compiler.is_compiling() or tensor.is_meta:
-        return
-    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+    if tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
     full = all(record.is_full(where) for record in _RECORDS)
     noted = None if full else (what, fingerprint(tensor))
