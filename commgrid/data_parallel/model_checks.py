@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.batchnorm import _NormBase
 
 from commgrid.collectives.objects import gathered
 from commgrid.data_parallel.bucket import Lane
@@ -315,8 +314,6 @@ def compare_slices(placements: Iterable[Placement]) -> None:
             if cut.size > 1 and not isinstance(placement.parameter, DTensor):
                 by_group.setdefault(cut.group, []).append((dim, placement))
     for group, held in by_group.items():
-        if dist.get_backend(group) == FAKE:
-            continue
         marks = [torch.stack([digest(p.parameter.detach()), _varies(p).long()]) for _, p in held]
         mine = [
             (mark, -1 if varies else group.rank())  # constant slices are equal to no other
@@ -326,6 +323,8 @@ def compare_slices(placements: Iterable[Placement]) -> None:
             tuple(map(theirs.index, theirs)) if min(theirs, key=itemgetter(1))[1] < 0 else ()
             for theirs in zip(*gathered(mine, group), strict=True)
         ]
+        if dist.get_backend(group) == FAKE:  # where every rank's numbers are this one's
+            continue
         suspects = [
             i for i, firsts in enumerate(alike)
             if len(set(firsts)) < len(firsts) and not _cannot_be_told(i, held, alike)
@@ -405,11 +404,12 @@ def broadcast_values(
 @torch.no_grad()
 def broadcast_statistics(model: nn.Module, group: ProcessGroup) -> None:
     """Make running statistics of batch norms those of the group's first rank, as DDP's are."""
-    kept = [m for m in model.modules() if isinstance(m, _NormBase) and m.running_mean is not None]
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for buffer in (each for module in kept for each in (module.running_mean, module.running_var)):
-        if buffer is not None:
-            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for module in model.modules():
+        for name in ("running_mean", "running_var"):  # of torch's, and others' by their example
+            buffer = module._buffers.get(name)
+            if buffer is not None:
+                by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in by_kind.values() if group.size() > 1 else ():
         flat = torch.cat(buffers)
         dist.broadcast(flat, group=group, group_src=0)

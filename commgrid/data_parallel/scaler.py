@@ -59,14 +59,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> None:
         super().__init__(device, **options)
         self._whole = norm_group(grid or get_grid(), None)
-        if self._enabled:  # stages that have no loss to scale need it too
+        if self._enabled:  # here, since stages without a loss never call scale()
             self._lazy_init_scale_growth_tracker(torch.device(device))
 
     def scale(self, outputs: Any) -> Any:
-        """torch's; losses that modules add by themselves are scaled alike, if in this backward."""
+        """torch's; auxiliary losses of the same backward get the same scale."""
         scaled = super().scale(outputs)
-        if self._enabled and isinstance(scaled, Tensor):
-            note_scaled(scaled)
+        for loss in (scaled,) if isinstance(scaled, Tensor) else scaled:
+            if self._enabled and isinstance(loss, Tensor):
+                note_scaled(loss)
         return scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.errors import CommGridError
 from commgrid.parameters import Placement
+from commgrid.torch_compat.autograd_nodes import has_hooks, will_run
 
 _PASSING = ("detach", "detach_", "requires_grad_")  # zero_grad(set_to_none=False) calls them
 _ZEROING = ("zero_", "_foreach_zero_")
@@ -94,19 +95,20 @@ class KeptGradient(Tensor):
     ) -> Any:
         """Raises CommGridError for every operation except detaching and zeroing."""
         name = func.overloadpacket.__name__
-        listed = args[0] if isinstance(args[0], list | tuple) else args
-        kept = [arg for arg in listed if isinstance(arg, cls)]
         if name in _PASSING:
             return args[0]
+        lists = [each if isinstance(each, list | tuple) else (each,) for each in args]
+        listed = [each for some in lists for each in some]
+        kept = [each for each in listed if isinstance(each, cls)]
         slots = [slot for each in kept if (slot := each.slot()) is not None]
         if name in _ZEROING and all(slot.state is not State.SENT for slot in slots):
             for each in kept:
                 each.is_zeroed = True
-            others = [each for each in listed if not isinstance(each, cls)]
+            others = [each for each in lists[0] if not isinstance(each, cls)]
             torch._foreach_zero_([*others, *(slot.view for slot in slots)])
             return args[0]
-        shape = f" of shape {tuple(kept[0].shape)}" if kept else ""
-        raise CommGridError(f"{name} was called on a gradient{shape} {kept[0].why if kept else ''}")
+        shape = tuple(kept[0].shape)
+        raise CommGridError(f"{name} was called on a gradient of shape {shape} {kept[0].why}")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"KeptGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -222,6 +224,7 @@ class Slot:
         for hook in self._hooks[1:]:
             hook.remove()
         self._hooks.clear()
+        self._reducer = None
         vars(parameter).pop("grad_owner", None)
         is_reduced = self.state in (State.REDUCED, State.USED) and not self.is_unreduced
         if isinstance(parameter.grad, KeptGradient):
@@ -292,14 +295,10 @@ class Slot:
 
         It then returns None for the gradient, and autograd tells the reducer that it has arrived.
         """
-        parameter: Any = self.parameter
-        seen = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-        if self.reducer is None or seen or _stream(parameter) != self._stream:
+        parameter = self.parameter
+        if self.reducer is None or torch.is_grad_enabled() or has_hooks(parameter):
             return None
-        try:
-            if not torch._C._will_engine_execute_node(self._hooks[0]):
-                return None
-        except RuntimeError:  # torch.autograd.grad with respect to it
+        if _stream(parameter) != self._stream or not will_run(self._hooks[0]):
             return None
         self.begin()
         if parameter.grad is None:

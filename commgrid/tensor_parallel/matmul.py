@@ -31,6 +31,7 @@ from commgrid.collectives.asynchronous import (
     start_reduce_scatter,
 )
 from commgrid.collectives.first_order import first_order
+from commgrid.torch_compat.autograd_nodes import will_run
 
 Layer = tuple[Tensor, Tensor | None]
 """A weight and its bias."""
@@ -174,12 +175,7 @@ def wanted(ctx: Any) -> tuple[bool, ...]:
         return tuple(ctx.needs_input_grad)
     # One entry for each tensor among the inputs, None if it needs no gradient.
     nodes = (node for node, _ in ctx.next_functions if node is not None)
-    found = []
-    for needed in ctx.needs_input_grad:
-        try:
-            found.append(needed and torch._C._will_engine_execute_node(next(nodes)))
-        except RuntimeError:  # torch.autograd.grad with respect to this very leaf
-            found.append(True)
+    found = [needed and will_run(next(nodes)) is not False for needed in ctx.needs_input_grad]
     return tuple(found)
 
 

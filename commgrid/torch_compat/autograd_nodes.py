@@ -36,6 +36,20 @@ def noted() -> str | None:
     return None if node is None else node.metadata.get(_NOTE)
 
 
+def will_run(node: Any) -> bool | None:
+    """Whether the backward under way runs a node; None: it is a leaf of `torch.autograd.grad`."""
+    try:
+        runs: bool = torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return None
+    return runs
+
+
+def has_hooks(leaf: Any) -> bool:
+    """Whether a program sees a leaf's gradient, or changes it, as backward makes it."""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
 @dataclass(frozen=True)
 class LossFactor:
     """A number that a loss was multiplied by.

@@ -417,6 +417,25 @@ def test_a_plain_optimizer_over_sharded_gradients_is_refused() -> None:
     run_on_ranks(plain_optimizer, 2)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
+def test_an_optimizer_beside_the_one_over_a_reducer_is_told_why(
+    kind: Any, options: dict[str, bool]
+) -> None:
+    """A plain one that takes the placeholders by itself, in lists or one by one."""
+    model = nn.Linear(4, 1)
+    initialize_parameters(model, seed=0)
+    reducer = GradientReducer(model, shard=True)
+    kept = ShardedOptimizer(reducer, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    reducer.finish()
+    plain = kind(model.parameters(), lr=0.1, **options)
+    with pytest.raises(CommGridError, match=r"on a gradient of shape \(.*keeps in parts for its"):
+        plain.step()
+    kept.step()
+
+
 class Sign(torch.optim.Optimizer):
     """Somebody's own element-wise optimizer."""
 
