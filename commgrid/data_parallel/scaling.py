@@ -131,8 +131,9 @@ class Scaling:
                 by_kind.setdefault((gradient.dtype, gradient.device), {})[index] = gradient
         for (dtype, _), own in by_kind.items():
             exact = torch.promote_types(dtype, torch.float32)
-            norms = [torch._foreach_norm([*own.values()], n, dtype=exact) for n in (2, torch.inf)]
-            rows = torch.stack([torch.stack(each) for each in norms], 1)
+            gradients = [*own.values()]
+            norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=exact))
+            rows = torch.stack([norms, _largest(gradients).to(norms.dtype)], 1)
             sizes[[*own]] = rows.double().cpu()
         return sizes
 
@@ -168,6 +169,16 @@ class Scaling:
             rows[alike] = _row(factor, before[alike])
             left &= ~alike
         return rows
+
+
+def _largest(gradients: list[Tensor]) -> Tensor:
+    """(gradients,): the largest absolute value of each; all have one dtype and device.
+
+    On the CPU by the smallest and largest value: an infinity norm takes 18 times as long there.
+    """
+    if gradients[0].device.type != "cpu" or gradients[0].is_complex():
+        return torch.stack(torch._foreach_norm(gradients, torch.inf))
+    return torch.stack([torch.stack(each.aminmax()) for each in gradients]).abs().amax(1)
 
 
 def _row(factor: float, before: Tensor) -> Tensor:
