@@ -28,6 +28,7 @@ from commgrid.data_parallel import (
     gathers,
 )
 from commgrid.parameters import mark_parameters
+from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -421,7 +422,7 @@ def test_a_plain_optimizer_over_sharded_gradients_is_refused() -> None:
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("options", [{"foreach": True}, {"fused": True}, {"foreach": False}])
 def test_an_optimizer_beside_the_one_over_a_reducer_is_told_why(
-    kind: Any, options: dict[str, bool]
+    grid: HyperCommGrid, kind: Any, options: dict[str, bool]
 ) -> None:
     """A plain one that takes the placeholders by itself, in lists or one by one."""
     model = nn.Linear(4, 1)
