@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from commgrid.collectives.asynchronous import start_all_reduce_
 from commgrid.data_parallel.norm import norm_group
-from commgrid.data_parallel.reducer import GradientReducer
-from commgrid.data_parallel.slot import slot_of
-from commgrid.data_parallel.step_checks import mark_used
+from commgrid.data_parallel.slot import Reducer, slot_of
+from commgrid.data_parallel.step_checks import mark_used, owned_by
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat.autograd_nodes import note_scaled
@@ -84,14 +83,16 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         """torch's, also on gradients kept by reducers; `found_inf` is the maximum of all ranks."""
-        reducers, others = _split(optimizer)
+        reducers: dict[Reducer, list[Tensor]] = {}
+        for reducer, slot in owned_by(optimizer):
+            reducers.setdefault(reducer, []).append(slot.parameter)
         held = [g for reducer, own in reducers.items() for g in reducer.gradients_of(own)]
-        for parameter in others:
-            if parameter.grad is not None:
-                if parameter.grad.dtype == torch.float16 and not allow_fp16:
-                    raise ValueError("Attempting to unscale FP16 gradients.")  # torch's own words
-                gradient = parameter.grad
-                held.append(gradient._values() if gradient.is_sparse else gradient)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        others = [p.grad for p in parameters if slot_of(p) is None and p.grad is not None]
+        for gradient in others:
+            if gradient.dtype == torch.float16 and not allow_fp16:
+                raise ValueError("Attempting to unscale FP16 gradients.")  # torch's own words
+            held.append(gradient._values() if gradient.is_sparse else gradient)
         worst = found_inf.clone()
         kinds = dict.fromkeys((gradient.device, gradient.dtype) for gradient in held)
         for device, dtype in kinds:
@@ -104,20 +105,3 @@ class GradScaler(torch.amp.GradScaler):
         if self._whole is not None:
             start_all_reduce_(worst, self._whole, dist.ReduceOp.MAX).wait()
         return {worst.device: worst}
-
-
-def _split(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[dict[GradientReducer, list[nn.Parameter]], list[nn.Parameter]]:
-    """An optimizer's parameters by the reducer that owns them, and the parameters without one."""
-    reducers: dict[GradientReducer, list[nn.Parameter]] = {}
-    others: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            slot = slot_of(parameter)
-            reducer = slot.reducer if slot is not None else None
-            if isinstance(reducer, GradientReducer):
-                reducers.setdefault(reducer, []).append(parameter)
-            else:
-                others.append(parameter)
-    return reducers, others

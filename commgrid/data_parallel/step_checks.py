@@ -71,7 +71,7 @@ def check_before_unscaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.
     Raises:
         SpecError: names the first such parameter.
     """
-    owned = list(owned_by(optimizer))
+    owned = owned_by(optimizer)
     refuse_scaler_over(scaler, [slot.placement for _, slot in owned])
     for reducer, slot in owned:
         for axis, _ in reducer.groups.apart(slot.placement):
@@ -87,9 +87,7 @@ def check_reduced(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Reduce
     Raises:
         CommGridError: names the first such parameter.
     """
-    reducers: dict[Reducer, None] = {}
     for reducer, slot in owned:
-        reducers[reducer] = None
         was_set = not isinstance(slot.parameter.grad, KeptGradient | None)
         if was_set and reducer.shard and slot.state in (State.REDUCED, State.USED):
             raise CommGridError(
@@ -104,7 +102,7 @@ def check_reduced(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Reduce
                 "GradientReducer's finish() once a step, after the last backward and before "
                 "clipping and step()"
             )
-    for reducer in reducers:
+    for reducer in dict.fromkeys(reducer for reducer, _ in owned):
         reducer.before_step(optimizer)
 
 
@@ -131,14 +129,10 @@ def _before_step(
     return args, {**kwargs, "closure": checked}
 
 
-def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    mark_used(optimizer)
-
-
 STEP_HOOKS = StepHooks(
     lambda: [
         register_optimizer_step_pre_hook(_before_step),
-        register_optimizer_step_post_hook(_after_step),
+        register_optimizer_step_post_hook(lambda optimizer, *_: mark_used(optimizer)),
         before_unscaling(check_before_unscaling),
     ]
 )
