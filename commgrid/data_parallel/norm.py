@@ -9,6 +9,7 @@ GradientReducer, which has methods for that: with FSDP2, DDP, or one data-parall
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -204,11 +205,10 @@ def _summed(gradient: Tensor) -> Tensor:
 
 def _num_shards(gradient: Tensor) -> int:
     """Number of parts that a DTensor is cut into."""
-    shards = 1
-    if isinstance(gradient, DTensor):
-        for size, placement in zip(gradient.device_mesh.shape, gradient.placements, strict=True):
-            shards *= 1 if placement.is_replicate() else size
-    return shards
+    if not isinstance(gradient, DTensor):
+        return 1
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_replicate())
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -326,22 +326,11 @@ class GradientReducer:
         broadcast_statistics(self.model, self.group)
         return wrong
 
-    def _compare(self, _: Count) -> CommGridError | None:
-        return self._comparison.compare(self.held, self._divisor)
-
     def _look(self, _: Count) -> CommGridError | None:
         """The error of gradients that are not finite; all ranks know alike whether any is."""
         if self._not_finite != "raise" or self.is_finite:
             return None
         return check_finite(self.pieces, self._squares.group)
-
-    def _check_reduced(self, call: str) -> None:
-        for slot in self.slots:
-            if slot.is_unreduced:
-                raise CommGridError(
-                    f"{call} while {slot.placement} has a gradient that no finish() has reduced; "
-                    "call finish() first, once a step, after the last backward"
-                )
 
     def _check_before_finish(self) -> None:
         if self.shard and self.optimizer is None:
@@ -396,7 +385,13 @@ class GradientReducer:
             CommGridError: a gradient is not reduced.
             SpecError: a parameter that the reducer does not have.
         """
-        self._check_reduced("gradient_norm() or clip_gradients() was called")
+        for slot in self.slots:
+            if slot.is_unreduced:
+                raise CommGridError(
+                    f"gradient_norm() or clip_gradients() was called while {slot.placement} has a "
+                    "gradient that no finish() has reduced; call finish() first, once a step, "
+                    "after the last backward"
+                )
         if self._missing is not None:
             raise self._missing
         return self._squares.of(self._held_of(group)).sqrt()
@@ -439,8 +434,7 @@ class GradientReducer:
         wanted = {id(slot.parameter) for slot in self.slots}
         if group is not None:
             wanted = check_known(group, wanted)
-        pieces = [p if id(p.slot.parameter) in wanted else None for p in self.pieces]
-        return [None if piece is None else self.held(piece) for piece in pieces]
+        return [self.held(p) if id(p.slot.parameter) in wanted else None for p in self.pieces]
 
 
 FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
@@ -448,7 +442,7 @@ FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
     lambda reducer, count: losses_not_told(reducer.model.modules(), counted=count is not None),
     GradientReducer._reduce,
     lambda reducer, _: changed(reducer.model, reducer.slots),
-    GradientReducer._compare,
+    lambda reducer, _: reducer._comparison.compare(reducer.held, reducer._divisor),
     GradientReducer._look,
 )
 """What `finish` does, in order; of the errors that these return it raises the first."""

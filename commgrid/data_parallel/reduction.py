@@ -1,8 +1,4 @@
-"""Collectives under way beside computation.
-
-`Reductions` sums gradients during backward, bucket by bucket. `WeightGathers` gathers updated
-weights after a step, during the next forward if that is asked for.
-"""
+"""Sums of gradients during backward, bucket by bucket."""
 
 from __future__ import annotations
 

@@ -157,9 +157,7 @@ class _WithLoss(torch.autograd.Function):
         return gradient, torch.full_like(ctx.like, scale), None
 
 
-def _attach(tensor: Tensor, loss: Tensor, owner: LossOwner) -> Any:
-    return _WithLoss.apply(tensor, loss, owner)  # type: ignore[no-untyped-call]
-
-
 # Compiled, backward would read the scale of the step that traced it.
-_with_loss = torch.compiler.disable(_attach)  # type: ignore[no-untyped-call]
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _with_loss(tensor: Tensor, loss: Tensor, owner: LossOwner) -> Any:
+    return _WithLoss.apply(tensor, loss, owner)  # type: ignore[no-untyped-call]

@@ -15,7 +15,7 @@ are registered while any layer with slices exists.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -150,24 +150,21 @@ def refuse_scaler_over(scaler: torch.amp.GradScaler, slices: Iterable[Slice]) ->
 
 
 def _slices_of(optimizer: Optimizer) -> list[Slice]:
+    """The slices that an optimizer updates; a reducer checks its own, whose full names it knows."""
     updated = [p for group in optimizer.param_groups for p in group["params"]]
-    key = [(id(p), hasattr(p, "grad_owner")) for p in updated]
+    key = [(id(p), getattr(p, "grad_owner", None) is not None) for p in updated]
     known = _SLICES.get(optimizer)
     if known is None or known[0] != key:
-        ids = {id(p) for p in updated}
-        check_averages(m for m in LIVE if any(id(p) in ids for p in m.parameters(recurse=False)))
-        known = _SLICES[optimizer] = key, list(_slices_in(optimizer))
+        found, owned = [], dict(key)
+        modules = [m for m in LIVE if any(id(p) in owned for p in m.parameters(recurse=False))]
+        check_averages(modules)
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in module.sliced_names and owned.get(id(parameter)) is False:
+                    full = f"{type(module).__name__}.{name}"
+                    found.append(Slice(full, parameter, module.shards_of(name)))
+        known = _SLICES[optimizer] = key, found
     return known[1]
-
-
-def _slices_in(optimizer: Optimizer) -> Iterator[Slice]:
-    """The slices that an optimizer updates; a reducer checks its own, whose full names it knows."""
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for module in LIVE:
-        for name, parameter in module.named_parameters(recurse=False):
-            sliced = name in module.sliced_names and id(parameter) in updated
-            if sliced and getattr(parameter, "grad_owner", None) is None:
-                yield Slice(f"{type(module).__name__}.{name}", parameter, module.shards_of(name))
 
 
 def refuse_copying_over_slices(module: nn.Module, ranks: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ is deep-copied.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -40,10 +41,7 @@ class Slice:
     @property
     def num_slices(self) -> int:
         """Number of slices that make up the full parameter."""
-        slices = 1
-        for _, group in self.shards:
-            slices *= group.size
-        return slices
+        return math.prod(group.size for _, group in self.shards)
 
     def within(self, ranks: Sequence[int]) -> Iterator[tuple[int, GroupRef, list[int]]]:
         """For each group it is sliced over: dim, group, and its ranks in `ranks`, if several."""
