@@ -61,18 +61,14 @@ class LossOwner(nn.Module):
     def scale_now(self) -> float | Tensor:
         """The factor of the model's loss in the backward that runs."""
         running = running_pass()
-        factors = running.factors if running is not None else []
-        last = max((i for i, one in enumerate(factors) if one.is_scaler), default=-1)
-        below = frozenset(one.divisor for one in factors[last + 1 :] if one.divisor)
         if running is not None and id(self) not in running.readers:
             running.readers.add(id(self))
-            self._divisors = below if self._num_passes == 0 else self._divisors & below
+            divisors = running.divisors
+            self._divisors = divisors if self._num_passes == 0 else self._divisors & divisors
             self._num_passes += 1
-        self._was_scaled = last >= 0
-        scale: float | Tensor | None = self.loss_scale
-        if scale is None and last >= 0:
-            exact = torch.ones((), dtype=torch.float64)  # numbers alone would be multiplied in fp32
-            scale = math.prod((one.factor for one in factors[: last + 1]), start=exact)
+        found = running.scale if running is not None else None
+        self._was_scaled = found is not None
+        scale = found if self.loss_scale is None else self.loss_scale
         return 1.0 if scale is None else scale
 
     def fault(self, *, counted: bool = False, scaled: bool = False) -> CommGridError | None:
@@ -122,14 +118,10 @@ def losses_not_told(
     return next((error for error in found if error is not None), None)
 
 
-def owners_in(optimizer: Optimizer) -> list[LossOwner]:
-    """Those with a parameter that the optimizer updates."""
-    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return [one for one in _OWNERS if any(id(p) in updated for p in one.parameters())]
-
-
 def _refuse(optimizer: Optimizer, *, scaled: bool) -> None:
-    wrong = losses_not_told(owners_in(optimizer), scaled=scaled)
+    updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owners = [one for one in _OWNERS if any(id(p) in updated for p in one.parameters())]
+    wrong = losses_not_told(owners, scaled=scaled)
     if wrong is not None:
         raise wrong
 

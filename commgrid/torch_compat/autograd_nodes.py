@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -50,21 +50,6 @@ def has_hooks(leaf: Any) -> bool:
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
 
 
-@dataclass(frozen=True)
-class LossFactor:
-    """A number that a loss was multiplied by.
-
-    Args:
-        factor: of shape ().
-        divisor: its inverse, where the program gave a number; 0: it is part of a mean, or a tensor.
-        is_scaler: whether `note_scaled` was called for the product.
-    """
-
-    factor: Tensor
-    divisor: float
-    is_scaler: bool
-
-
 def note_scaled(loss: Tensor) -> None:
     """Mark a loss as the product of the program's loss and a scale."""
     node: Any = loss.grad_fn
@@ -80,18 +65,23 @@ class BackwardPass:
         gradient: of the root; None: 1.
 
     Attributes:
-        factors: of the root, the last one first; empty unless it is one number.
+        scale: product of the root's factors down to the one of `note_scaled`; None: there is none,
+            or the root is not one number.
+        divisors: numbers of the program that divide it before that one; not those of a mean.
         readers: that have counted this pass.
     """
 
     def __init__(self, root: Any, gradient: Any) -> None:
         self.readers: set[int] = set()
-        self.factors: list[LossFactor] = []
+        self.scale: Tensor | None = None
+        self.divisors: frozenset[float] = frozenset()
+        factors: list[Tensor] = []
         root, gradient = _single(root), _single(gradient)
         if root is None:
             return
         if gradient is not None:
-            self.factors.append(LossFactor(gradient.detach(), _inverse(gradient), False))
+            factors.append(gradient.detach())
+            self.divisors |= _inverse(gradient)
         node: Any = root.grad_fn
         while node is not None and node.name() in ("MulBackward0", "DivBackward0"):
             inner = [before for before, _ in node.next_functions if before is not None]
@@ -103,8 +93,12 @@ class BackwardPass:
             given = other.dtype in (torch.int64, torch.float64) and not is_mean
             exact = other.detach().to(torch.float64)
             of_product = exact.reciprocal() if node.name() == "DivBackward0" else exact
-            divisor = _inverse(of_product) if given else 0.0
-            self.factors.append(LossFactor(of_product, divisor, _SCALED in node.metadata))
+            factors.append(of_product)
+            if _SCALED in node.metadata:
+                one = torch.ones((), dtype=torch.float64)  # numbers alone are multiplied in fp32
+                self.scale, self.divisors = math.prod(factors, start=one), frozenset()
+            elif given:
+                self.divisors |= _inverse(of_product)
             node = inner[0]
 
 
@@ -144,6 +138,6 @@ def _single(given: Any) -> Tensor | None:
     return given if isinstance(given, Tensor) and not given.dim() else None
 
 
-def _inverse(number: Tensor) -> float:
-    """1 / number; 0 where reading it would wait for a device, or it is 0."""
-    return 1 / float(number) if number.device.type == "cpu" and bool(number) else 0.0
+def _inverse(number: Tensor) -> set[float]:
+    """1 / number; nothing where reading it would wait for a device, or it is 0."""
+    return {1 / float(number)} if number.device.type == "cpu" and bool(number) else set()
