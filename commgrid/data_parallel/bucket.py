@@ -50,7 +50,6 @@ class Bucket:
     gradient: Tensor
     own: slice
     missing: set[Slot] = field(default_factory=set)
-    launched: bool = False
     pending: Pending | None = None
 
     def __post_init__(self) -> None:

@@ -166,8 +166,7 @@ class GradientReducer:
         """Whether the last `finish` found only finite gradients, on all ranks of the grid; always
         True with `not_finite="keep"`, which does not check."""
         self._optimizer: weakref.ref[Updater] | None = None
-        self._is_exact = self.after_step = False
-        self._synchronizing = True
+        self.after_step, self._synchronizing = False, True
         distinct = [self.groups.num_distinct(piece.slot.placement) for piece in self.pieces]
         whole, self._missing = self._whole_group()
         self._squares = SquareSum(distinct, whole, device_of(model))
@@ -221,7 +220,7 @@ class GradientReducer:
 
     def attach(self, optimizer: Updater) -> None:
         """Leaves `.grad` in the buffers' dtype from now on, for a ShardedOptimizer."""
-        self._optimizer, self._is_exact = weakref.ref(optimizer), True
+        self._optimizer = weakref.ref(optimizer)
 
     def weights_loaded(self) -> None:
         """Tells the optimizer that weights were set without load_state_dict."""
@@ -321,8 +320,9 @@ class GradientReducer:
             torch._foreach_div_([b.gradient[b.own] for b in self.buckets], divisors)
         skips, self.after_step = self._not_finite == "skip" and not self.is_finite, False
         self.reductions.reset()
+        exact = self._optimizer is not None
         for bucket in self.buckets:
-            bucket.hand_out(self._verdict.used, skips=skips, shard=self.shard, exact=self._is_exact)
+            bucket.hand_out(self._verdict.used, skips=skips, shard=self.shard, exact=exact)
         broadcast_statistics(self.model, self.group)
         return wrong
 

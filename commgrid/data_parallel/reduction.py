@@ -63,7 +63,7 @@ class Reductions:
     def reset(self) -> None:
         """Prepares for the next backward."""
         for bucket in self._buckets:
-            bucket.launched, bucket.missing = False, set(bucket.slots)
+            bucket.missing = set(bucket.slots)
         self._in_flight.clear()
         self._next, self._has_begun = 0, False
 
@@ -79,7 +79,6 @@ class Reductions:
             if bucket.missing and not all_of_them:
                 return
             self._next += 1
-            bucket.launched = True
             bucket.fill()
             self.sending(bucket.slots)
             if bucket.shared is not None:

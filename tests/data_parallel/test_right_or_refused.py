@@ -812,7 +812,7 @@ def test_partial_parameters_are_compared_over_their_group() -> None:
 
 
 def sent_in_backward() -> list[int]:
-    """Number of buckets under way when the gradient of the first layer's input is known."""
+    """Number of sums under way when the gradient of the first layer's input is known, and later."""
     commgrid.initialize(tp=2)
     model = nn.Sequential(*(ColumnParallelLinear(4, 8, gather_output=True) for _ in range(1)))
     for _ in range(3):
@@ -821,9 +821,9 @@ def sent_in_backward() -> list[int]:
     reducer = GradientReducer(model, bucket_bytes=1)
     x = torch.ones(2, 4, requires_grad=True)
     begun: list[int] = []
-    x.register_hook(lambda _: begun.append(sum(bucket.launched for bucket in reducer.buckets)))
+    x.register_hook(lambda _: begun.append(sum(slot.is_in_flight for slot in reducer.slots)))
     model(x).sum().backward()
-    begun.append(sum(bucket.launched for bucket in reducer.buckets))
+    begun.append(sum(slot.is_in_flight for slot in reducer.slots))
     reducer.finish()
     return begun
 
