@@ -286,6 +286,84 @@ MUTANTS = (
     ),
     # -- data_parallel -----------------------------------------------------------------------
     Mutant(
+        "steps are not compared after the first ones",
+        "commgrid/data_parallel/step_comparison.py",
+        "self._step < _FIRST_STEPS or self._step % _EVERY == 0",
+        "self._step < _FIRST_STEPS",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_inputs_that_begin_to_differ_later_are_refused",
+        ),
+    ),
+    Mutant(
+        "stages are not compared",
+        "commgrid/data_parallel/groups.py",
+        'self.stages = next(iter(self.along(["pp"])), None) if many else None',
+        "self.stages = None if many else None",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_a_count_on_the_last_stage_alone_is_refused",
+        ),
+    ),
+    Mutant(
+        "slices that were scaled to one norm pass",
+        "commgrid/data_parallel/scaling.py",
+        "is_clipped = (same & ~above).any(1)",
+        "is_clipped = (same & above).any(1)",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_torchs_clipping_of_each_group_is_refused",
+        ),
+    ),
+    Mutant(
+        "slices that were scaled to other norms are refused",
+        "commgrid/data_parallel/scaling.py",
+        "return first_place(apart & is_clipped)",
+        "return first_place(apart)",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_edits_of_some_rows_or_of_one_slice_are_right",
+        ),
+    ),
+    Mutant(
+        "all options of an optimizer count as equal",
+        "commgrid/data_parallel/step_comparison.py",
+        "    return number_of(told), told",
+        "    return 1.0, told",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_other_options_of_a_tied_embedding_are_refused",
+        ),
+    ),
+    Mutant(
+        "equal gradients of biases prove a wrong mark",
+        "commgrid/data_parallel/step_comparison.py",
+        "(largest > 0) & is_weight)",
+        "(largest > 0))",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_equal_gradients_of_slices_of_the_sequence_are_right",
+        ),
+    ),
+    Mutant(
+        "a backward adds to the gradient of the step before",
+        "commgrid/data_parallel/slot.py",
+        "parameter.grad = self.view.zero_()",
+        "parameter.grad = self.view",
+        ("tests/data_parallel/test_gradient_in_place.py",),
+    ),
+    Mutant(
+        "only the first rank raises what a comparison finds",
+        "commgrid/equality/comparison.py",
+        "wrong = wrong or GridMismatchError(next(filter(None, said)))",
+        "wrong = wrong if group.rank() else GridMismatchError(next(filter(None, said)))",
+        (
+            "tests/data_parallel/test_step_comparison.py::test_a_count_on_the_last_stage_alone_is_refused",
+            "tests/context_parallel/test_batches_agree.py::test_it_is_refused_on_all_ranks",
+        ),
+    ),
+    Mutant(
+        "a loss divided by its passes is not refused",
+        "commgrid/parameters/loss_owner.py",
+        "untold and passes > 1 and",
+        "untold and passes > 9 and",
+        ("tests/expert/test_loss_scale.py",),
+    ),
+    Mutant(
         "partial gradients are summed over the data axes alone",
         "commgrid/data_parallel/groups.py",
         "axis for part in (name, partial.name)",
