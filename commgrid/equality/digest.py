@@ -8,8 +8,9 @@ Any difference then changes the digest, but for one in about 2^32.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_reduce
-from commgrid.equality.int8 import has_quick_products, products
 
 _BLOCK = 1 << 16  # 8-byte words
 _SHIFT = 33  # not 32 or 48, the distance of the signs of fp32 and bf16 numbers in a word
@@ -61,7 +61,7 @@ def quick_digest(tensor: Tensor) -> Tensor:
     digested. Two rows that differ have equal products once in about 2^55. Elsewhere, and where a
     processor has no such instruction, it is `digest`.
     """
-    if not has_quick_products(tensor.device):
+    if not _has_quick_products(tensor.device):
         return digest(tensor)
     octets = _bits(tensor).view(torch.int8)
     block = _ROW * _ROWS
@@ -69,9 +69,17 @@ def quick_digest(tensor: Tensor) -> Tensor:
     if not whole:
         return digest(tensor)
     columns = _columns()
-    sums = torch.stack([products(rows, columns) for rows in octets[:whole].view(-1, _ROWS, _ROW)])
-    total = digest(sums)
+    blocks = octets[:whole].view(-1, _ROWS, _ROW)
+    total = digest(torch.stack([torch._int_mm(rows, columns) for rows in blocks]))
     return total * _ODD + digest(octets[whole:]) if whole < len(octets) else total
+
+
+@cache
+def _has_quick_products(device: torch.device) -> bool:
+    """Whether products of int8 matrices are quicker there than sums of 64-bit integers."""
+    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
+    has_library: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return device.type == "cpu" and is_x86 and has_library
 
 
 @lru_cache(maxsize=1)
