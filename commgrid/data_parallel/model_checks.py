@@ -259,32 +259,36 @@ def changed_after_sending(slots: Iterable[Slot]) -> CommGridError | None:
     return None
 
 
-def compare_values(
+def copies_of(
     placements: Iterable[Placement], groups: ReductionGroups, group_of: dict[int, ProcessGroup]
-) -> None:
-    """Refuses replicas of a parameter that are not equal, since they would diverge.
+) -> Iterator[Copy]:
+    """Parameters and the groups along which their copies must stay equal.
 
     Args:
         placements: of all parameters, frozen ones too.
         groups: the reducer's.
-        group_of: by the parameter's id, the group that its gradients are summed over; copies are
-            compared over it if the parameter is sliced over a group unknown to the grid.
-
-    Raises:
-        GridMismatchError: on all ranks of the stage; names parameter and ranks that differ.
+        group_of: by the parameter's id, the group that its gradients are summed over.
     """
-    copies: list[Copy] = []
     num_shared: Counter[ProcessGroup] = Counter()
     for placement in placements:
         told, parameter = str(placement), placement.parameter
         if isinstance(parameter, DTensor):  # frozen, and FSDP2's
             continue
-        copies.append(Copy(told, parameter, _groups_of(placement, groups, group_of)))
-        if placement.shared is not None and placement.shared.size > 1:  # under a name per stage
-            group = (placement.shared.group,)
-            copies.append(Copy(told, parameter, group, f"shared parameter {num_shared[group[0]]}"))
-            num_shared[group[0]] += 1
-    found = differing((copy for copy in copies if copy.groups), groups.stage())
+        yield Copy(told, parameter, groups.of_copies(placement, group_of.get(id(parameter))))
+        sharers = placement.sharers
+        if sharers is not None:  # under a name per stage
+            key = f"shared parameter {num_shared[sharers]}"
+            yield Copy(told, parameter, (sharers,), key)
+            num_shared[sharers] += 1
+
+
+def compare_values(copies: Iterable[Copy], stage: ProcessGroup | None) -> None:
+    """Refuses replicas of a parameter that are not equal, since they would diverge.
+
+    Raises:
+        GridMismatchError: on all ranks of the stage; names parameter and ranks that differ.
+    """
+    found = differing(copies, stage)
     if found is not None:
         raise GridMismatchError(
             f"{found}; these should be copies of one parameter, and would train apart. Seed all "
@@ -381,21 +385,11 @@ def _repeats(dim: int, placement: Placement) -> bool:
 
 
 @torch.no_grad()
-def broadcast_values(
-    model: nn.Module,
-    placements: Iterable[Placement],
-    groups: ReductionGroups,
-    group_of: dict[int, ProcessGroup],
-) -> None:
+def broadcast_values(model: nn.Module, copies: Iterable[Copy], data: ProcessGroup) -> None:
     """Makes copies equal to those of each group's first rank; buffers along the data group."""
-    for placement in placements:
-        if isinstance(placement.parameter, DTensor):
-            continue
-        shared = placement.shared
-        sharers = (shared.group,) if shared is not None and shared.size > 1 else ()
-        for group in (*_groups_of(placement, groups, group_of), *sharers):
-            _broadcast(placement.parameter, group)
-    data = groups.grid.get_group(groups.dense)
+    for copy in copies:
+        for group in copy.groups:
+            _broadcast(copy.tensor, group)
     if data.size() > 1:
         for buffer in model.buffers():
             _broadcast(buffer, data)

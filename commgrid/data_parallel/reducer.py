@@ -47,6 +47,7 @@ from commgrid.data_parallel.model_checks import (
     compare_models,
     compare_slices,
     compare_values,
+    copies_of,
 )
 from commgrid.data_parallel.norm import (
     SquareSum,
@@ -156,10 +157,11 @@ class GradientReducer:
         options = (shard, bucket_bytes, str(dtype), broadcast, not_finite, unused, frozen)
         compare_models(self.lanes, options, model, self.groups)
         lane_of = {id(s.parameter): lane.group for lane in self.lanes for s in lane.slots}
+        copies = copies_of(everything, self.groups, lane_of)
         if broadcast:
-            broadcast_values(model, everything, self.groups, lane_of)
+            broadcast_values(model, copies, self.group)
         else:
-            compare_values(everything, self.groups, lane_of)
+            compare_values(copies, self.groups.stage())
         compare_slices(everything)
         self.pieces = pieces_of(self.buckets)
         self.is_finite = True
