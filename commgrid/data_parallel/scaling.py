@@ -63,7 +63,6 @@ class Scaling:
         self._before: Tensor | None = None
         self._versions: list[tuple[int, int | None]] = []
         self._after: Tensor | None = None
-        self._factors: Tensor | None = None
         self.is_edited = False
         """Whether gradients were edited before the last step, also by a factor of 1."""
 
@@ -77,14 +76,13 @@ class Scaling:
         """Measure the gradients that `finish` has left, or that the reducer has clipped."""
         if self._is_needed:
             self._before, self._versions = self._measure(held), self._seen(held)
-            self._factors, self.is_edited = None, False
+            self._after, self.is_edited = None, False
 
     @torch.no_grad()
     def before_step(self, held: Held) -> None:
         """Measure the gradients that an optimizer is about to use."""
         if self._before is not None:
             self._after = after = self._measure(held)
-            self._factors = self._factors_to(after)
             is_changed = not torch.equal(after.nan_to_num(), self._before.nan_to_num())
             self.is_edited = is_changed or self._seen(held) != self._versions
 
@@ -96,17 +94,17 @@ class Scaling:
         """
         if not self._is_needed:
             return
-        before, after, factors = self._before, self._after, self._factors
-        self._before = self._after = self._factors = None
-        if before is None or after is None or factors is None:
+        before, after = self._before, self._after
+        self._before = self._after = None
+        if before is None or after is None:
             before = torch.zeros(len(self._pieces), 2, dtype=torch.float64)
             after = torch.full_like(before, torch.nan)
-            factors = after[:, 0]
+        factors = self._factors(before, after)
         if self._stage is not None:
             whole = self._of_all(factors, before) if len(factors) > 1 else _none()
             rows = torch.cat([whole, self._rows(factors, before)])
             yield Fact(self._stage, rows.view(-1), _apart, partial(_differs, self._tolerance))
-        for group, own in self._summed.items() if self._stage is not None else ():
+        for group, own in self._summed.items():
             if group.size() > 1:
                 error = partial(_edited_apart, group, [self._pieces[index] for index in own])
                 differs = partial(_other_sizes, self._tolerance)
@@ -142,10 +140,9 @@ class Scaling:
         found = (held(piece) for piece in self._pieces)
         return [(id(g), version_of(g)) for g in found if g is not None]
 
-    def _factors_to(self, after: Tensor) -> Tensor:
+    def _factors(self, before: Tensor, after: Tensor) -> Tensor:
         """(pieces,): the factor of each gradient; NaN: it was zero, is zero, or has no factor."""
-        assert self._before is not None
-        ratios = after / self._before
+        ratios = after / before
         spread = (ratios[:, 0] - ratios[:, 1]).abs()
         is_known = ratios.isfinite().all(1) & (spread <= self._tolerance * ratios[:, 0])
         known = torch.where(is_known & (ratios[:, 0] > 0), ratios[:, 0], torch.nan)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.parameters.placement import Placement
 from commgrid.runtime.grid import HyperCommGrid
@@ -84,7 +83,12 @@ def layout_of(
         weight["ep"] = Distinct()
     cut: dict[str, int] = {}
     for dim, group in placement.shards:
-        cut |= dict.fromkeys(_axes_of(_name_in(group, placement, grid), placement, grid), dim)
+        if group.grid_name != grid.name:
+            raise SpecError(
+                f"{placement.name}: sliced over {group}, which was not given as a name of grid "
+                f"{grid.name!r}; give the layer the group's name"
+            )
+        cut |= dict.fromkeys(_axes_of(group.name, placement, grid), dim)
     for name, dim in further:
         cut |= dict.fromkeys(_axes_of(name, placement, grid), dim)
     if not cut.keys() <= set(own):
@@ -103,15 +107,6 @@ def layout_of(
         placement.shape, {axis: grid.size(axis) for axis in own},
         placement.shared.size if placement.shared is not None else 1,
     )  # fmt: skip
-
-
-def _name_in(group: GroupRef, placement: Placement, grid: HyperCommGrid) -> str:
-    if group.grid_name != grid.name:
-        raise SpecError(
-            f"{placement.name}: sliced over {group}, which was not given as a name of grid "
-            f"{grid.name!r}; give the layer the group's name"
-        )
-    return group.name
 
 
 def _axes_of(name: str, placement: Placement, grid: HyperCommGrid) -> tuple[str, ...]:
