@@ -28,6 +28,7 @@ Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
 """Lane group, group of stages with a copy (or None), dtype and device of a bucket's parameters."""
 
 _LEAST_BYTES = 25 * 2**20
+# A smaller part takes longer to start than to send (Megatron's rule for DistributedDataParallel).
 _BYTES_PER_RANK = 4_000_000
 _ALIGNMENT = 64  # elements: every parameter begins on a cache line, for any dtype
 
@@ -170,11 +171,7 @@ def make_lanes(
     Args:
         placements: in order of use.
         group_of: the communicator, and its name, over which a parameter's gradient is summed.
-        shard: whether each rank keeps only a part of each bucket.
-        bucket_bytes: size at which a bucket is closed; None: the larger of 25 MiB and 4 MB per
-            rank of its group, since a smaller part takes longer to start than to send (Megatron's
-            rule for DistributedDataParallel).
-        dtype: of the buffers; None: fp32 for half-precision parameters, else the parameter's.
+        shard, bucket_bytes, dtype: as GradientReducer takes them.
 
     Returns:
         The lanes, and the buckets of all of them in the order in which they are sent.

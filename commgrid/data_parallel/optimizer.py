@@ -39,13 +39,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
     The model's parameters become parts of flat buffers: make it after the model is on its
     device and has its weights (loading a state_dict into the model later is noticed).
 
-    By default `step` returns when every parameter is gathered. With `overlap=True` the gathers
-    continue during the next forward: a module's forward waits for all parameters below it. With
-    `units`, such as the blocks of a transformer, it does not wait for those inside units below it.
-    `state_dict`, `load_state_dict`, checkpoints and the next `step` wait by themselves. Any other
-    code that reads parameters must call `optimizer.wait()` first: copy.deepcopy, pickle,
-    AveragedModel, a norm of the weights, `F.linear(x, unit.weight)` outside of the unit's own
-    forward, a parameter kept in a variable.
+    With `overlap=True`, forwards, `state_dict`, `load_state_dict`, checkpoints and the next `step`
+    wait for the gathers by themselves. Any other code that reads parameters must call
+    `optimizer.wait()` first: copy.deepcopy, pickle, AveragedModel, a norm of the weights,
+    `F.linear(x, unit.weight)` outside of the unit's own forward, a parameter kept in a variable.
 
     On CUDA `fused=True` updates all parts in one kernel.
 
@@ -55,10 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         groups: parameter groups as torch takes them, of parameters or of names and parameters;
             None: all parameters in one.
         overlap: gather parameters during the next forward instead of in `step`.
-        units: with `overlap`, modules of the model that each wait for their own parameters only
-            when their forward begins; no other code may read these before. None: every forward
-            waits for all parameters below it, so that gathers overlap with the code before the
-            model's call. Once torch.compile has traced a forward, `step` itself waits.
+        units: with `overlap`, modules of the model, such as the blocks of a transformer, that each
+            wait for their own parameters only when their forward begins; no other code may read
+            these before. None: every forward waits for all parameters below it, so that gathers
+            overlap with the code before the model's call. Once torch.compile has traced a forward,
+            `step` itself waits.
         element_wise: declares that a class from outside of torch.optim updates every element
             independently of the others.
         **defaults: the optimizer's own arguments.
