@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -148,7 +149,7 @@ class GradientPart:
         """Whether this rank keeps all of it."""
         return self.stop - self.start == self.slot.parameter.numel()
 
-    @property
+    @cached_property
     def gradient(self) -> Tensor:
         """The kept range, flat; in the parameter's shape if it is the whole gradient."""
         return self.slot.view if self.is_whole else self.of(self.bucket.gradient)

@@ -28,7 +28,7 @@ def owned_by(optimizer: torch.optim.Optimizer) -> list[tuple[Reducer, Slot]]:
     """The parameters that an optimizer updates and a reducer owns."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     slots = [slot for slot in map(slot_of, parameters) if slot is not None]
-    return [(slot.reducer, slot) for slot in slots if slot.reducer is not None]
+    return [(reducer, slot) for slot in slots if (reducer := slot.reducer) is not None]
 
 
 def mark_used(optimizer: torch.optim.Optimizer) -> None:
