@@ -25,9 +25,9 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
-from commgrid.collectives.plain import all_gather
+from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.equality.comparison import ByRank, Fact, compare, number_of
-from commgrid.equality.digest import Digest, device_for, digest, extremes, quick_digest
+from commgrid.equality.digest import Digest, device_for, digest, quick_digest
 from commgrid.errors import GridMismatchError, NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
@@ -128,8 +128,8 @@ def _told(
             f"ones: {told}, of parameters and optimizer state"
         )
     mine = digests.of(copies, digest, device)
-    largest, smallest = extremes(mine, group)
-    odd = (largest != smallest).nonzero().flatten()
+    largest, smallest = all_reduce(torch.cat([mine, -mine]), group, op="max").chunk(2)
+    odd = (largest != -smallest).nonzero().flatten()
     if not len(odd):
         return None
     first = int(odd[0])

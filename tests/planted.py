@@ -718,8 +718,8 @@ MUTANTS = (
     Mutant(
         "the first tensor is named, whichever differs",
         "commgrid/replicas.py",
-        "odd = (largest != smallest).nonzero().flatten()",
-        "odd = (largest != smallest).nonzero().flatten() * 0",
+        "odd = (largest != -smallest).nonzero().flatten()",
+        "odd = (largest != -smallest).nonzero().flatten() * 0",
         ("tests/test_replicas.py",),
     ),
     # -- parameters --------------------------------------------------------------------------

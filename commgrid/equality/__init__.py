@@ -1,1 +1,1 @@
-"""Comparison of numbers among ranks: digests of tensors, extremes over a group, noted inputs."""
+"""Comparison of numbers among ranks: digests of tensors, noted inputs."""

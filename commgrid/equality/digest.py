@@ -1,4 +1,4 @@
-"""Digests of tensors (numbers that depend on every bit and its place), extremes among ranks.
+"""Digests of tensors: numbers that depend on every bit and its place.
 
 A digest is the sum of the tensor's 8-byte words, each times its own random odd number, modulo 2^64.
 Times an odd number, a word's top bit, such as a sign, changes only the top bit, and two such
@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives.plain import all_reduce
 
 _BLOCK = 1 << 16  # 8-byte words
 _SHIFT = 33  # not 32 or 48, the distance of the signs of fp32 and bf16 numbers in a word
@@ -123,12 +122,3 @@ def device_for(group: ProcessGroup) -> torch.device:
     """The device on which a group compares numbers: CUDA with nccl, else the CPU."""
     cuda = "nccl" in dist.get_backend(group)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
-def extremes(numbers: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-    """The largest and the smallest of each number among a group's ranks; one collective.
-
-    The numbers are (n, …), as many on every rank, and on the group's device.
-    """
-    largest, smallest = all_reduce(torch.cat([numbers, -numbers]), group, op="max").chunk(2)
-    return largest, -smallest
