@@ -406,7 +406,7 @@ MUTANTS = (
     Mutant(
         "half-precision weights are not written back after a step",
         "commgrid/data_parallel/optimizer.py",
-        "torch._foreach_copy_([w for _, w, _ in self._half], [m for *_, m in self._half])",
+        "torch._foreach_copy_([p.weight for p in self._half], [p.master for p in self._half])",
         "pass",
         (
             "tests/data_parallel/test_sharded_optimizer.py::test_half_precision_weights_follow_their_fp32_copies",
@@ -529,8 +529,8 @@ MUTANTS = (
     Mutant(
         "loading weights alone leaves the optimizer's copies",
         "commgrid/data_parallel/optimizer.py",
-        "            if parameter._version != version:\n",
-        "            if parameter._version < version:\n",
+        "            if part.parameter._version != part.version:\n",
+        "            if part.parameter._version < part.version:\n",
         ("tests/checkpoint/test_round_trip.py::test_weights_alone_renew_the_optimizers_copies",),
     ),
     # -- transfer ----------------------------------------------------------------------------

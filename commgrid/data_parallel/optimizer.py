@@ -28,6 +28,33 @@ ELEMENT_WISE = (
 """Classes of torch.optim that update every element by itself, so that a part can be updated."""
 
 
+class _Part:
+    """The part of a parameter that this rank updates.
+
+    Args:
+        piece: its gradient.
+        flat: of each bucket the flat buffer of its parameters; empty: they are whole.
+    """
+
+    def __init__(self, piece: GradientPart, flat: Mapping[Bucket, Tensor]) -> None:
+        self.piece, self.parameter = piece, piece.slot.parameter
+        self.weight = self.parameter.detach() if piece.is_whole else piece.of(flat[piece.bucket])
+        exact = torch.promote_types(self.weight.dtype, torch.float32)
+        self.master = self.weight.detach().to(exact).requires_grad_()
+        """The tensor that the inner optimizer updates: the weight, or an fp32 copy of it."""
+        self.version = self.parameter._version
+
+    def follow(self) -> None:
+        """Copy the weight to its fp32 copy, except where the copy rounds to it.
+
+        Weights that were swapped for averages and back, or clamped to what they were, are the
+        rounded ones: with them training would stand still.
+        """
+        weight, master, self.version = self.weight, self.master, self.parameter._version
+        is_rounded = master.to(weight.dtype) == weight
+        master.copy_(torch.where(is_rounded, master, weight.to(master.dtype)))
+
+
 class ShardedOptimizer(torch.optim.Optimizer):
     """An element-wise optimizer over the part of each gradient that a reducer keeps.
 
@@ -109,28 +136,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "another ShardedOptimizer was made over this reducer, and would update the same "
                 "parameters; give all options to one: groups=[{'params': …, 'lr': …}, …]"
             )
-        self._weights = _flatten(reducer) if reducer.shard else {}
+        flat = _flatten(reducer) if reducer.shard else {}
         self._places = [(slot, slot.parameter.data_ptr()) for slot in reducer.slots]
-        self._masters = {id(piece): self._make_master(piece) for piece in reducer.pieces}
-        pieces: dict[int, Tensor] = {
-            id(piece.slot.parameter): self._masters[id(piece)] for piece in reducer.pieces
-        }
+        self._parts = [_Part(piece, flat) for piece in reducer.pieces]
+        masters = {id(part.parameter): part.master for part in self._parts}
         inner_groups = [
-            {**group, "params": [pieces[id(p)] for p in group["params"] if id(p) in pieces]}
+            {**group, "params": [masters[id(p)] for p in group["params"] if id(p) in masters]}
             for group in given
         ]
         self._inner = optimizer_class(inner_groups, **defaults)
         super().__init__(given, self._inner.defaults)
         self._is_made = True
-        self._half = [
-            (piece.slot.parameter, self._weight(piece), self._masters[id(piece)])
-            for piece in reducer.pieces
-            if self._masters[id(piece)].dtype != piece.slot.parameter.dtype
-        ]  # fmt: skip
-        self._versions = [parameter._version for parameter, _, _ in self._half]
-        self.gathers = WeightGathers(
-            reducer.model, self._weights, overlap=overlap, units=list(units or [])
-        )
+        self._half = [part for part in self._parts if part.master.dtype != part.weight.dtype]
+        self.gathers = WeightGathers(reducer.model, flat, overlap=overlap, units=list(units or []))
         reducer.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -160,39 +178,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         it, and the name of the group over which the parameter is sharded (None: it is not)."""
         self._take_changed()
         return [
-            (piece, self._masters[id(piece)], self._reducer.groups.cut_over(piece.slot.placement))
-            for piece in self._reducer.pieces
+            (part.piece, part.master, self._reducer.groups.cut_over(part.piece.slot.placement))
+            for part in self._parts
         ]
-
-    def _weight(self, piece: GradientPart) -> Tensor:
-        """The part of the parameter itself that this rank updates."""
-        if piece.is_whole:
-            return piece.slot.parameter.detach()
-        return piece.of(self._weights[piece.bucket])
-
-    def _make_master(self, piece: GradientPart) -> Tensor:
-        """The tensor that the inner optimizer updates: that part, or an fp32 copy of it."""
-        weight = self._weight(piece)
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        return weight.to(exact).requires_grad_()
 
     @torch.no_grad()
     def reload(self) -> None:
         """Copies the model's weights to the fp32 copies, after they were set through `.data`."""
-        for _, weight, master in self._half:
-            _follow(master, weight)
-        self._note_versions()
+        for part in self._half:
+            part.follow()
 
     @torch.no_grad()
     def _take_changed(self) -> None:
         """Copies weights that were changed in place, as by load_state_dict and init functions."""
-        for (parameter, weight, master), version in zip(self._half, self._versions, strict=True):
-            if parameter._version != version:
-                _follow(master, weight)
-        self._note_versions()
+        for part in self._half:
+            if part.parameter._version != part.version:
+                part.follow()
 
     def _note_versions(self) -> None:
-        self._versions = [parameter._version for parameter, _, _ in self._half]
+        for part in self._half:
+            part.version = part.parameter._version
 
     # -- a step -------------------------------------------------------------------------
 
@@ -220,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._set_gradients()
         self._inner.step()
         if self._half:
-            torch._foreach_copy_([w for _, w, _ in self._half], [m for *_, m in self._half])
+            torch._foreach_copy_([p.weight for p in self._half], [p.master for p in self._half])
         self._note_versions()
         self.gathers.start()
         return loss
@@ -233,13 +238,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def _set_gradients(self) -> None:
         """Gives the inner optimizer the reducer's gradients, in the dtype of its weights."""
         others: list[tuple[Tensor, Tensor]] = []
-        for piece in self._reducer.pieces:
-            master = self._masters[id(piece)]
-            gradient = self._reducer.held(piece)
-            if gradient is not None and gradient.dtype != master.dtype:
-                others.append((torch.empty_like(master), gradient))
+        for part in self._parts:
+            gradient = self._reducer.held(part.piece)
+            if gradient is not None and gradient.dtype != part.master.dtype:
+                others.append((torch.empty_like(part.master), gradient))
                 gradient = others[-1][0]
-            master.grad = gradient
+            part.master.grad = gradient
         if others:
             torch._foreach_copy_([made for made, _ in others], [given for _, given in others])
 
@@ -269,9 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "layout": self._layout(),
             "coordinate": self._reducer.groups.coordinate(),
             "inner": self._inner.state_dict(),
-            "masters": [
-                self._masters[id(piece)].detach().clone() for piece in self._reducer.pieces
-            ],
+            "masters": [part.master.detach().clone() for part in self._parts],
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -298,9 +300,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for outer, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             outer.update({key: value for key, value in inner.items() if key != "params"})
         with torch.no_grad():
-            for piece, master in zip(self._reducer.pieces, state_dict["masters"], strict=True):
-                self._masters[id(piece)].copy_(master)
-                self._weight(piece).copy_(master)
+            for part, master in zip(self._parts, state_dict["masters"], strict=True):
+                part.master.copy_(master)
+                part.weight.copy_(master)
         self._note_versions()
         self.gathers.start()
         self.wait()
@@ -352,27 +354,14 @@ def _as_groups(given: Iterable[Any] | None) -> list[dict[str, Any]]:
     return [{"params": listed}]
 
 
-def _follow(master: Tensor, weight: Tensor) -> None:
-    """Copy a weight to its fp32 copy, except where the copy rounds to it.
-
-    Weights that were swapped for averages and back, or clamped to what they were, are the rounded
-    ones: with them training would stand still.
-    """
-    master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.to(master.dtype)))
-
-
 def _flatten(reducer: GradientReducer) -> dict[Bucket, Tensor]:
     """Moves the parameters into flat buffers with the layout of their gradients."""
     weights = {}
     with torch.no_grad():
         for bucket in reducer.buckets:
-            flat = bucket.gradient.new_zeros(
-                bucket.gradient.shape, dtype=bucket.slots[0].parameter.dtype
-            )
+            flat = torch.zeros_like(bucket.gradient, dtype=bucket.slots[0].parameter.dtype)
             for slot in bucket.slots:
-                view = flat[slot.start : slot.stop].view(slot.parameter.shape)
-                view.copy_(slot.parameter)
-                slot.parameter.data = view
+                slot.parameter.data = slot.of(flat).copy_(slot.parameter)
             weights[bucket] = flat
     return weights
 
