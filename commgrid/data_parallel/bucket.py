@@ -192,7 +192,7 @@ def make_lanes(
     for placement in reversed(list(placements)):
         parameter = placement.parameter
         group = group_of(placement)[0]
-        key = (group, _sharers(placement), parameter.dtype, parameter.device)
+        key = (group, placement.sharers, parameter.dtype, parameter.device)
         filling.setdefault(key, []).append(placement)
         held[key] = held.get(key, 0) + parameter.numel() * _buffer_dtype(placement, dtype).itemsize
         if held[key] >= (bucket_bytes or max(_LEAST_BYTES, group.size() * _BYTES_PER_RANK)):
@@ -203,11 +203,6 @@ def make_lanes(
     for bucket in buckets:
         lanes[bucket.group].buckets.append(bucket)
     return list(lanes.values()), buckets
-
-
-def _sharers(placement: Placement) -> ProcessGroup | None:
-    shared = placement.shared
-    return shared.group if shared is not None and shared.size > 1 else None
 
 
 def _buffer_dtype(placement: Placement, dtype: torch.dtype | None) -> torch.dtype:
@@ -225,8 +220,7 @@ def _make_bucket(
     part = _round_up(-(-end // parts), _ALIGNMENT)
     gradient = torch.zeros(parts * part, dtype=dtype, device=placements[0].parameter.device)
     first = group.rank() * part if shard else 0
-    sharers = _sharers(placements[0])
-    return Bucket(slots, group, sharers, gradient, slice(first, first + part))
+    return Bucket(slots, group, placements[0].sharers, gradient, slice(first, first + part))
 
 
 def pieces_of(buckets: Iterable[Bucket]) -> list[GradientPart]:

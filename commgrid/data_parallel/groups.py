@@ -87,19 +87,33 @@ class ReductionGroups:
                 if isinstance(kind, Distinct) and layout.sizes[axis] > 1:
                     yield axis, dist.get_process_group_ranks(self.grid.get_group(axis))
 
-    def copies_along(self, placement: Placement) -> list[str] | None:
-        """The axes along which copies of a parameter must stay equal; None: not known by axes."""
+    def of_copies(
+        self, placement: Placement, summed: ProcessGroup | None
+    ) -> tuple[ProcessGroup, ...]:
+        """Groups along which copies of a parameter must stay equal.
+
+        Args:
+            placement: the parameter.
+            summed: the group over which its gradients are summed, None: it has none; taken if the
+                parameter is sliced over a group unknown to the grid, or if it lists its ranks.
+        """
+        reduced = (summed,) if summed is not None and summed.size() > 1 else ()
         try:
             axes = layout_of(placement, self.grid).copied_axes
         except SpecError:
-            return None
-        return [axis for axis in axes if axis in self.used]
+            return reduced
+        listed = (d.name for d in self.grid.spec.definitions.values() if d.lists is not None)
+        lists_ranks = reduced and any(
+            self.grid.is_member(name) and self.grid.get_group(name) is summed for name in listed
+        )
+        along = self.along(axis for axis in axes if axis in self.used)
+        return (*along, *reduced) if lists_ranks else along
 
     def unsummed(self, placement: Placement) -> list[str]:
         """The axes along which ranks have copies of a parameter whose gradients nothing sums."""
         with suppress(SpecError):
             layout = layout_of(placement, self.grid)
-            data = self._axes(self._expert if placement.region == "expert" else self.dense)
+            data = self.axes_of(self._expert if placement.region == "expert" else self.dense)
             whole = {axis for axis, kind in layout.grad.items() if isinstance(kind, Replicate)}
             return [a for a in layout.copied_axes if a in self.used and a in whole - data]
         return []
@@ -136,12 +150,8 @@ class ReductionGroups:
         parts = self.of(placement)[0].size() if self.shard else 1
         return num_distinct(placement, self.grid) * parts
 
-    @property
-    def data_axes(self) -> set[str]:
-        """The axes along which ranks saw different data; all, for listed ranks and parts."""
-        return self._axes(self.dense)
-
-    def _axes(self, name: str) -> set[str]:
+    def axes_of(self, name: str) -> set[str]:
+        """The axes of a group of ranks that saw different data; all, for listed ranks and parts."""
         spec = self.grid.spec
         definition = spec.definitions[spec.resolve_name(name)]
         if not definition.is_whole:

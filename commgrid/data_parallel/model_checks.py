@@ -415,21 +415,3 @@ def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:
     dist.broadcast(whole, group=group, group_src=0)
     if whole.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(whole)
-
-
-def _groups_of(
-    placement: Placement, groups: ReductionGroups, group_of: dict[int, ProcessGroup]
-) -> tuple[ProcessGroup, ...]:
-    axes = groups.copies_along(placement)
-    known = group_of.get(id(placement.parameter))
-    reduced = (known,) if known is not None and known.size() > 1 else ()
-    if axes is None:
-        return reduced
-    listed = (group for group in reduced if _lists_ranks(group, groups.grid))
-    return (*groups.along(axes), *listed)
-
-
-def _lists_ranks(group: ProcessGroup, grid: HyperCommGrid) -> bool:
-    """Whether a group is defined by rank lists instead of axes."""
-    listed = (d.name for d in grid.spec.definitions.values() if d.lists is not None)
-    return any(grid.is_member(name) and grid.get_group(name) is group for name in listed)

@@ -80,12 +80,13 @@ class StepComparison:
                 self._copies.setdefault(group, []).append(piece)
         self._largest: dict[ProcessGroup, float] = {}  # norm of any gradient so far
         self._partial = _partial_of_user(model, slots)
+        self._reported = {slot for alike in self._partial.values() for slot in alike}
         self._has_slices_of_sequence = any(
             getattr(module, "sequence_parallel", False) is True for module in model.modules()
         )
         self._used: dict[ProcessGroup, Tensor] = {}
         self._options: dict[int, tuple[float, dict[str, str]]] = {}
-        self._sent: dict[int, Tensor] = {}
+        self._sent: dict[Slot, Tensor] = {}
         self._step, self._is_edited = 0, False
 
     @property
@@ -107,10 +108,9 @@ class StepComparison:
     @torch.no_grad()
     def sent(self, slots: Sequence[Slot]) -> None:
         """Record partial gradients that are about to be summed."""
-        for slot in slots if self._partial and self._is_due else ():
-            if id(slot) in self._partial:
-                number = (digest(slot.view) & _MANTISSA).double()
-                self._sent[id(slot)] = number * slot.view.any()
+        for slot in self._reported.intersection(slots) if self._is_due else ():
+            number = (digest(slot.view) & _MANTISSA).double()
+            self._sent[slot] = number * slot.view.any()
 
     def before_step(self, optimizer: Optimizer, held: Held, *, is_first: bool) -> None:
         """Record the gradients and options that an optimizer is about to use.
@@ -177,17 +177,18 @@ class StepComparison:
             yield self._inputs.fact_of_batches(group)
         for group, pieces in self._copies.items():
             yield from self._facts_of_copies(group, pieces, held)
-        for group, slots in self._partial_groups():
+        for group, slots in self._partial.items():
             none = slots[0].view.new_zeros((), dtype=torch.float64)
-            numbers = torch.stack([self._sent.get(id(slot), none) for slot in slots]).cpu()
+            numbers = torch.stack([self._sent.get(slot, none) for slot in slots]).cpu()
             error = partial(_not_partial, group, slots)
             yield Fact(group, numbers, error, partial(self._equal_partial, slots))
         for group, slots in self._alike.items():
             found = [self._options.get(id(slot.parameter), (torch.nan, {})) for slot in slots]
             error = partial(_other_options, group, slots, [each for _, each in found])
             yield Fact(group, [number for number, _ in found], error)
-        lines = self._groups.along(sorted(self._groups.used - self._groups.data_axes))
-        for group in (*lines, *([self._groups.stages] if self._groups.stages is not None else [])):
+        groups = self._groups
+        lines = groups.along(sorted(groups.used - groups.axes_of(groups.dense)))
+        for group in (*lines, *([groups.stages] if groups.stages is not None else [])):
             yield Fact(group, [divisor], partial(_other_counts, group), _other_divisor)
 
     def _sharded_over(self) -> Iterator[ProcessGroup]:
@@ -225,13 +226,6 @@ class StepComparison:
         apart = ((high - low) > (tolerances * norms)[:, None]).any(1)
         return first_place(apart & (norms > _NEGLIGIBLE * self._largest[group]))
 
-    def _partial_groups(self) -> Iterator[tuple[ProcessGroup, list[Slot]]]:
-        by_group: dict[ProcessGroup, list[Slot]] = {}
-        for slot in self._slots:
-            if id(slot) in self._partial:
-                by_group.setdefault(self._partial[id(slot)], []).append(slot)
-        yield from by_group.items()
-
     def _equal_partial(
         self, slots: Sequence[Slot], largest: Tensor, smallest: Tensor
     ) -> int | None:
@@ -256,9 +250,9 @@ def _groups_alike(slots: Sequence[Slot], groups: ReductionGroups) -> dict[Proces
         if group is not None and group.size() > 1:
             found.setdefault(group, []).append(slot)
     for slot in slots:
-        shared = slot.placement.shared
-        if shared is not None and shared.size > 1:
-            found.setdefault(shared.group, []).append(slot)
+        sharers = slot.placement.sharers
+        if sharers is not None:
+            found.setdefault(sharers, []).append(slot)
     return found
 
 
@@ -270,14 +264,14 @@ def _layer_groups(placement: Placement) -> Iterator[ProcessGroup]:
     yield from (group.group for group in groups if group.size > 1)
 
 
-def _partial_of_user(model: nn.Module, slots: Sequence[Slot]) -> dict[int, ProcessGroup]:
-    """The groups of gradients that a user has marked as partial, by id of the slot."""
-    found = {}
+def _partial_of_user(model: nn.Module, slots: Sequence[Slot]) -> dict[ProcessGroup, list[Slot]]:
+    """Parameters whose gradients a user has marked as partial, by the group."""
+    found: dict[ProcessGroup, list[Slot]] = {}
     for slot in slots:
         name, group = slot.placement.name, slot.placement.partial
         owner = type(model.get_submodule(name.rpartition(".")[0])).__module__
         if group is not None and group.size > 1 and not owner.startswith("commgrid."):
-            found[id(slot)] = group.group
+            found.setdefault(group.group, []).append(slot)
     return found
 
 

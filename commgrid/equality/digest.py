@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-
 _BLOCK = 1 << 16  # 8-byte words
 _SHIFT = 33  # not 32 or 48, the distance of the signs of fp32 and bf16 numbers in a word
 _AT_ONCE = 64  # blocks on a device; on the CPU one, which fits its cache

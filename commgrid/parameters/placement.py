@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef, name_of
 from commgrid.errors import SpecError
@@ -38,6 +39,11 @@ class Placement(Slice):
     region: str
     shape: tuple[int, ...]
     shared: GroupRef | None = None
+
+    @property
+    def sharers(self) -> ProcessGroup | None:
+        """The group `shared`, if it has more than one rank."""
+        return self.shared.group if self.shared is not None and self.shared.size > 1 else None
 
 
 def placements(model: nn.Module) -> Iterator[Placement]:
@@ -82,15 +88,12 @@ def shared_last(found: Iterable[Placement]) -> list[Placement]:
     Stages register shared parameters in different orders. Collectives over several groups need one
     order on all ranks.
     """
-    listed = list(found)
-    alone = [p for p in listed if p.shared is None or p.shared.size == 1]
-    shared = {id(p): p.shared.group for p in listed if p.shared is not None and p.shared.size > 1}
 
     def by_group(placement: Placement) -> tuple[list[int], str]:
-        group = shared[id(placement)]
-        return dist.get_process_group_ranks(group), name_of(group)
+        group = placement.sharers
+        return ([], "") if group is None else (dist.get_process_group_ranks(group), name_of(group))
 
-    return [*alone, *sorted((p for p in listed if id(p) in shared), key=by_group)]
+    return sorted(found, key=by_group)
 
 
 def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:
