@@ -1,18 +1,17 @@
 """Factors by which gradients were scaled between `finish` and a step.
 
 torch's clip_grad_norm_ takes the norm of this rank's gradients. Where ranks have slices, experts or
-stages, each scales by a different factor, so the step is not one for the whole model, and is
-refused. Not every difference is wrong: a layer's gradient may be halved, or a slice's zeroed. So
-ranks that scaled by different factors are refused if they scaled to the same norm. What else is
-done to a gradient is its user's choice, as long as it is done to all copies.
+stages, each rank then scales by a factor of its own. Different factors alone are allowed, since a
+program may halve the gradients of one layer, or zero those of one slice. Different factors that
+lead to the same norm mean clipping by each rank's norm, which is refused.
 
-| | | refused |
+| one rank | and another | refused |
 |---|---|---|
-| all gradients by one factor, ranks of a stage by different ones | | yes |
-| some gradients by one factor | other slices by another factor to the same norm | yes |
-| | other slices by 1, of a smaller norm | yes |
-| an optimizer's group on one stage | on another stage likewise, with the same options | yes |
-| other edits, such as clamping, or zeros in a slice | others of a copy | yes |
+| scales all gradients by one factor | of its stage all by another | yes |
+| scales some gradients by one factor | other slices of these by another, to the same norm | yes |
+| | leaves other slices of these, of a smaller norm | yes |
+| scales an optimizer's group on its stage | the group with these options on another stage | yes |
+| edits a copy in another way, such as clamping | the copy of it otherwise, or not | yes |
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ _GROUPS = 8  # of an optimizer's, that stages compare
 
 Held = Callable[[GradientPart], Tensor | None]
 
-# The columns of a row: the factor; 2-norm and largest number of all that was scaled by it; the
-# same of all that was not scaled.
+# Columns of a row: the factor; 2-norm and largest absolute value of all gradients with that factor,
+# after scaling; the same two if the factor is 1.
 _FACTOR, _NORMS, _UNSCALED = 0, slice(1, 3), slice(3, 5)
 
 
@@ -64,7 +63,7 @@ class Scaling:
         self._versions: list[tuple[int, int | None]] = []
         self._after: Tensor | None = None
         self.is_edited = False
-        """Whether gradients were edited before the last step, also by a factor of 1."""
+        """Whether gradients were edited before the last step, even if no value changed."""
 
     @property
     def _is_needed(self) -> bool:
@@ -149,7 +148,7 @@ class Scaling:
         return torch.where((known - 1).abs() <= self._tolerance, 1.0, known)
 
     def _of_all(self, factors: Tensor, before: Tensor) -> Tensor:
-        """(1, 5): the columns above of all gradients, if one factor scaled all but zeros."""
+        """(1, 5): the columns above, if all gradients but zeros have one factor; else NaN."""
         has = before[:, 0] > 0
         own = factors[has]
         if not len(own) or own.isnan().any() or own.max() - own.min() > self._tolerance * own.max():
@@ -204,14 +203,13 @@ def _apart(row: int, by_rank: ByRank) -> GridMismatchError:
     (least, low), (most, high) = ends_of(by_rank, 5 * row + _FACTOR)
     return GridMismatchError(
         f"rank {low} has scaled its gradients by {least:.4g} after finish(), and rank {high} "
-        f"by {most:.4g}, as torch's clip_grad_norm_ does, which takes the norm of one rank's "
-        "slices, experts or stage; use the reducer's clip_gradients(), or scale by one factor on "
-        "all ranks"
+        f"by {most:.4g}; torch's clip_grad_norm_ takes the norm of one rank's slices, experts or "
+        "stage. Use the reducer's clip_gradients(), or scale by one factor on all ranks"
     )
 
 
 def _other_sizes(tolerance: float, largest: Tensor, smallest: Tensor) -> int | None:
-    """The first gradient that was equal on all ranks and is not as the step uses it."""
+    """The first gradient that differs at the step; after `finish` all were equal."""
     is_known = largest.isfinite() & smallest.isfinite()
     return first_place(is_known & (largest - smallest > tolerance * largest))
 
@@ -258,5 +256,5 @@ def _stages_apart(tolerance: float, _: int, by_rank: ByRank) -> GridMismatchErro
 
 
 def _is_short(norm: float, tolerance: float) -> bool:
-    """Whether a norm is a number that people give, such as 0.5, and not one that came about."""
+    """Whether a norm looks like a given limit, such as 0.5: a norm by chance has more digits."""
     return tolerance <= _TOLERANCE and abs(float(f"{norm:.1e}") - norm) <= 1e-5 * norm

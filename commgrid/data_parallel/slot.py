@@ -260,7 +260,7 @@ class Slot:
         gradient = parameter.grad
         is_used = self.state is State.USED and gradient is self.handed_out
         if gradient is not None and (self.state is State.REDUCED or is_used):
-            # What no optimizer ever updates is used by the step of another.
+            # A parameter in no optimizer counts as used once any optimizer steps.
             is_used = is_used or (reducer.after_step and not self.updated)
             if not is_used and not _is_zero(gradient):
                 raise CommGridError(
@@ -338,7 +338,7 @@ class Slot:
         self.handed_out, self.held_back, self.state = gradient, None, State.REDUCED
 
     def drop(self) -> None:
-        """Sets `.grad` to None, whatever was there."""
+        """Sets `.grad` to None."""
         self.hand_out(None)
         self.state = State.LOCAL
 

@@ -1,19 +1,21 @@
-"""Comparison of a step among ranks, at every step of the first and at every few later ones.
+"""Comparison of training steps among ranks: each of the first 20, then every fifth.
 
-Numbers that should be equal and are not show in no loss: the ranks train apart, or one model on a
-mixture. `finish` compares, along the ranks that should have them alike:
+A mismatch does not show in the loss: replicas diverge, or one model trains on mixed inputs.
+`finish` compares, along the ranks that must have equal numbers:
 
 | | along |
 |---|---|
 | inputs of sliced layers, and the number of their calls | the layer's group |
+| batches that are sharded along the sequence | the group that shards them |
+| whether an optimizer has stepped | the stage |
 | the divisor of gradients | each axis of the model, pp included |
 | gradients that are copies and are not summed: after `finish`, and as a step used them | the copies' axes |
 | factors that gradients were scaled by before a step (`scaling`) | the stage, pp |
 | options of the optimizer's group of each parameter | the stage; stages that share it |
-| partial gradients before their sum, which differ | their group |
+| partial gradients before their sum, which must differ | their group |
 
-Copies are compared by their norms and products with a fixed vector of ±1: kernels that add in no
-fixed order differ in the last bits.
+Copies are compared by their norms and weighted sums: kernels that add in no fixed order differ in
+the last bits.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from commgrid.data_parallel.scaling import Held, Scaling
 from commgrid.data_parallel.slot import KeptGradient, Slot
 from commgrid.equality.comparison import ByRank, Fact, compare, ends_of, first_place, number_of
 from commgrid.equality.digest import device_for, digest
-from commgrid.equality.inputs import InputRecord
+from commgrid.equality.inputs import InputRecord, norm_and_sum
 from commgrid.errors import CommGridError, GridMismatchError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement
@@ -48,7 +50,12 @@ _NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but round
 _ROUNDING = 1e-9  # of divisors that are fractions, added up in another order
 _FIRST_STEPS, _EVERY = 20, 5
 _MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
-_IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")  # not the numbers' meaning
+_IMPLEMENTATION = (
+    "capturable",
+    "differentiable",
+    "foreach",
+    "fused",
+)  # of a kernel, not of its result
 
 
 class StepComparison:
@@ -96,7 +103,7 @@ class StepComparison:
 
     @property
     def _compares_edits(self) -> bool:
-        """Whether it compares edits of gradients: also after each step that had some."""
+        """Whether it compares edits of gradients: also after a step in which a rank edited some."""
         return self._is_due or self._is_edited
 
     def close(self) -> None:
@@ -231,7 +238,7 @@ class StepComparison:
     ) -> int | None:
         """The first gradient, not a bias's, that is one on all ranks before their sum.
 
-        Of a constant sequence all slices have one gradient; then it can not be told.
+        If the gradients of all are equal, the sequence may be constant, and nothing is wrong.
         """
         is_weight = torch.tensor(
             ["bias" not in slot.placement.name.split(".")[-1] for slot in slots]
@@ -289,24 +296,17 @@ def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, 
 
 
 def _fingerprints(pieces: Sequence[GradientPart], held: Held) -> Tensor:
-    """Norm and product with ±1 of each, (2 · pieces,) in fp64 on the CPU; 0: there is none."""
+    """Norm and weighted sum of each, (2 · pieces,) in fp64 on the CPU; 0: there is none."""
     found = torch.zeros(len(pieces), 2, dtype=torch.float64)
     own, rows = [], []
     for index, piece in enumerate(pieces):
         gradient = held(piece)
         if gradient is not None and not isinstance(gradient, KeptGradient):
-            flat = gradient.detach().reshape(-1).double()
             own.append(index)
-            rows.append(torch.stack([flat.norm(), flat @ _signs(len(flat), flat.device)]))
+            rows.append(norm_and_sum(gradient.detach().reshape(-1)))
     if rows:
         found[own] = torch.stack(rows).cpu()
     return torch.where(found.isfinite(), found, torch.inf).view(-1)
-
-
-def _signs(count: int, device: torch.device) -> Tensor:
-    generator = torch.Generator().manual_seed(0x5EED)
-    bits = torch.randint(2, (count,), generator=generator, device="cpu")
-    return bits.mul_(2).sub_(1).double().to(device)
 
 
 # -- errors -------------------------------------------------------------------------------
@@ -320,8 +320,8 @@ def _other_counts(group: ProcessGroup, _: int, by_rank: ByRank) -> GridMismatchE
     (least, low), (most, high) = ends_of(by_rank, 0)
     return GridMismatchError(
         f"finish(count=…) divides by {least:g} to {most:g} on ranks of {described(group)} (ranks "
-        f"{low} and {high}), which have the same samples; give every rank and every stage the "
-        "count of its whole batch, not of this rank's slice of the sequence, or give none"
+        f"{low} and {high}), which have the same samples; pass the count of the whole batch on "
+        "every rank and stage, not of a slice of the sequence, or pass none"
     )
 
 
@@ -329,9 +329,8 @@ def _partly_stepped(group: ProcessGroup, _: int, by_rank: ByRank) -> GridMismatc
     stepped = describe_ranks([rank for rank, row in by_rank.items() if row[0]])
     return GridMismatchError(
         f"an optimizer has stepped on some ranks of {described(group)} and not on others since "
-        f"the last finish() (on {stepped}), so that they train apart; torch's GradScaler decides "
-        "by one rank's slices: use commgrid.data_parallel.GradScaler, and step on all ranks or on "
-        "none"
+        f"the last finish(): only {stepped} called optimizer.step(). Call it on all ranks or on "
+        "none; commgrid.data_parallel.GradScaler decides for all"
     )
 
 
@@ -340,8 +339,8 @@ def _unequal(
 ) -> GridMismatchError:
     if edited:
         cause = (
-            "when the optimizer used it, though finish() had left equal ones; an edit between the "
-            "two differed between ranks, as torch's clip_grad_norm_ is where ranks have "
+            "when the optimizer used it, though finish() had left equal ones; ranks edited it "
+            "differently between the two, as torch's clip_grad_norm_ does where they have "
             "slices: use the reducer's clip_gradients()"
         )
     else:
@@ -383,6 +382,6 @@ def _other_options(
     names = name if name == other_name else f"{name} and {other_name}, copies of one parameter,"
     return GridMismatchError(
         f"the optimizer has updated {names} with {told} on ranks {low} and {high} of "
-        f"{described(group)}; give a parameter the same options on all ranks that have it, since "
-        "copies would train apart: choose groups by name, not by the type of module"
+        f"{described(group)}; a parameter needs the same options on all ranks that have it: "
+        "choose groups by name, since types of modules differ between stages"
     )

@@ -1,8 +1,8 @@
-"""Comparison of numbers among ranks: finds the ones that differ, and raises on all ranks.
+"""Comparison of numbers among ranks: finds those that differ; every rank gets the error.
 
     each group      largest and smallest of every fact's numbers         one all-reduce
     a fact differs  its numbers of each rank, for the error              one all-gather
-    everyone        whether any rank has an error, then its text         one all-reduce a group
+    all ranks       share the first error                                one all-reduce a group
 
 A number that is NaN says nothing: only ranks with a number are compared.
 """
@@ -27,19 +27,19 @@ from commgrid.errors import CommGridError, GridMismatchError
 ByRank = Mapping[int, Sequence[float]]
 """Each rank's numbers of a fact."""
 Error = Callable[[int, ByRank], CommGridError | None]
-"""Makes the error of a fact from the first place that differs and each rank's numbers; None: the
-numbers of all ranks show that it is right."""
+"""Makes the error of a fact from the first place that differs and each rank's numbers; None: no
+error after all."""
 Differs = Callable[[Tensor, Tensor], int | None]
 """Returns the first place that differs, from the largest and the smallest numbers; or None."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Numbers that the ranks of a group should have alike.
+    """Numbers that must be equal on the ranks of a group.
 
     Args:
-        group: all of its ranks give the same facts in one order.
-        numbers: exact in fp64, as many on every rank; NaN: this rank has none.
+        group: every rank passes the same facts in the same order.
+        numbers: exact in fp64, as many on every rank; NaN or infinite: this rank has none.
         error: of numbers that differ.
         differs: None: any difference counts.
     """
@@ -51,7 +51,7 @@ class Fact:
 
 
 def exactly(largest: Tensor, smallest: Tensor) -> int | None:
-    """The first place with two numbers."""
+    """The first place where ranks differ."""
     return first_place(largest > smallest)
 
 

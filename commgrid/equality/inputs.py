@@ -23,8 +23,8 @@ from commgrid.equality.digest import digest
 from commgrid.errors import GridMismatchError
 
 KEPT = 16
-"""Only the first notes since the last comparison are compared; of later ones, their number is."""
-_MIX = -7046029254386353131  # odd; spreads the squares of positions over 64 bits
+"""Only the first notes since the last comparison are compared; later ones are only counted."""
+_MIX = -7046029254386353131  # odd; spreads p (p + 1) of a position p over 64 bits
 _CHUNK = 2**20  # numbers of a fingerprint at once, which are copied to fp64
 _MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
@@ -43,7 +43,7 @@ class InputRecord:
     def __init__(self) -> None:
         self._notes: dict[Where, list[Note]] = {}
         self._counts: dict[Where, int] = {}
-        self._not_compared: set[ProcessGroup] = set()  # over which ranks shard unequally often
+        self._not_compared: set[ProcessGroup] = set()  # ranks sharded other numbers of batches
         self.open()
 
     def open(self) -> None:
@@ -79,8 +79,8 @@ class InputRecord:
     def fact_of_batches(self, group: ProcessGroup) -> Fact:
         """The batches that a group's ranks have sharded, as a fact; forgets them.
 
-        A rank may shard one alone, as to print it: from then on it is not known which of its
-        batches is which of the others', and none is compared.
+        A rank may shard one alone, as to print it. Batches can then no longer be matched across
+        ranks, and the group is not compared again.
         """
         names, values, count = self._take((group, True))
         head = torch.tensor([count, crc32("; ".join(names).encode())], dtype=torch.float64)
@@ -190,14 +190,23 @@ def fingerprint(tensor: Tensor) -> Tensor:
         exact = (digest(flat.long()) & _MANTISSA).double()
         return torch.stack([torch.zeros_like(exact), torch.zeros_like(exact), exact]).cpu()
     half = flat.dtype in (torch.bfloat16, torch.float16)
-    tolerance = flat.new_full((), _HALF_TOLERANCE if half else _TOLERANCE, dtype=torch.float64)
+    tolerance = flat.new_full((1,), _HALF_TOLERANCE if half else _TOLERANCE, dtype=torch.float64)
+    return torch.cat([tolerance, norm_and_sum(flat)]).cpu()
+
+
+def norm_and_sum(flat: Tensor) -> Tensor:
+    """The norm of a flat tensor, and its sum with a weight in [-1, 1) for each position.
+
+    Returns:
+        (2,) in fp64 on its device.
+    """
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     square, weighted = flat.new_zeros(2, dtype=torch.float64).unbind()
     for start in range(0, len(flat), _CHUNK):
         part = flat[start : start + _CHUNK].double()
         square += part.square().sum()
         weighted += part @ _weights(start, len(part), flat.device)
-    return torch.stack([tolerance, square.sqrt(), weighted]).cpu()
+    return torch.stack([square.sqrt(), weighted])
 
 
 def _weights(start: int, length: int, device: torch.device) -> Tensor:
