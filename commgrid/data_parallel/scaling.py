@@ -59,6 +59,10 @@ class Scaling:
             self._summed.setdefault(piece.bucket.group, []).append(index)
         kinds = {piece.slot.parameter.dtype for piece in pieces}
         self._tolerance = _HALF_TOLERANCE if kinds & {torch.bfloat16, torch.float16} else _TOLERANCE
+        placements = [piece.slot.placement for piece in pieces]
+        split = any(each.num_slices > 1 or each.region == "expert" for each in placements)
+        self._has_parts = split or groups.stages is not None  # else only copies can be edited apart
+        self._is_open = False
         self._before: Tensor | None = None
         self._versions: list[tuple[int, int | None]] = []
         self._after: Tensor | None = None
@@ -74,16 +78,20 @@ class Scaling:
     def finished(self, held: Held) -> None:
         """Measure the gradients that `finish` has left, or that the reducer has clipped."""
         if self._is_needed:
-            self._before, self._versions = self._measure(held), self._seen(held)
+            self._before = self._measure(held) if self._has_parts else None
+            self._versions, self._is_open = self._seen(held), True
             self._after, self.is_edited = None, False
 
     @torch.no_grad()
     def before_step(self, held: Held) -> None:
         """Measure the gradients that an optimizer is about to use."""
-        if self._before is not None:
-            self._after = after = self._measure(held)
-            is_changed = not torch.equal(after.nan_to_num(), self._before.nan_to_num())
-            self.is_edited = is_changed or self._seen(held) != self._versions
+        if self._is_open:
+            before, self._after = self._before, self._measure(held)
+            self.is_edited = self._seen(held) != self._versions
+            if before is not None and not torch.equal(
+                self._after.nan_to_num(), before.nan_to_num()
+            ):
+                self.is_edited = True
 
     def facts(self, options: Sequence[float]) -> Iterator[Fact]:
         """The factors as facts, along the ranks of the stage and along stages; then forget them.
@@ -93,11 +101,10 @@ class Scaling:
         """
         if not self._is_needed:
             return
-        before, after = self._before, self._after
-        self._before = self._after = None
-        if before is None or after is None:
-            before = torch.zeros(len(self._pieces), 2, dtype=torch.float64)
-            after = torch.full_like(before, torch.nan)
+        none = torch.full((len(self._pieces), 2), torch.nan, dtype=torch.float64)
+        before = none if self._before is None else self._before
+        after = none if self._after is None else self._after
+        self._before, self._after, self._is_open = None, None, False
         factors = self._factors(before, after)
         if self._stage is not None:
             whole = self._of_all(factors, before) if len(factors) > 1 else _none()
