@@ -43,6 +43,7 @@ from commgrid.equality.inputs import InputRecord, norm_and_sum
 from commgrid.errors import CommGridError, GridMismatchError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement
+from commgrid.planning.region import STANDARD
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
@@ -81,6 +82,9 @@ class StepComparison:
         layers = (group for placement in trained for group in _layer_groups(placement))
         self._input_groups = list(dict.fromkeys(layers))
         self._groups, self._stage = groups, groups.stage()
+        others = set(STANDARD) - {"cp", "tp"}  # along which ranks never share a sequence
+        shape = groups.grid.shape
+        self._shards_sequences = any(n > 1 and axis not in others for axis, n in shape.items())
         self._copies: dict[ProcessGroup, list[GradientPart]] = {}
         for piece in pieces:
             for group in groups.along(groups.unsummed(piece.slot.placement)):
@@ -200,7 +204,7 @@ class StepComparison:
 
     def _sharded_over(self) -> Iterator[ProcessGroup]:
         """The groups over which any rank has sharded a batch, by the grid's names; collective."""
-        if self._stage is None:
+        if self._stage is None or not self._shards_sequences:
             return
         own: dict[str, ProcessGroup] = {}
         names = self._groups.grid.group_names
