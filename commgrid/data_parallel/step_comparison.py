@@ -51,12 +51,8 @@ _NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but round
 _ROUNDING = 1e-9  # of divisors that are fractions, added up in another order
 _FIRST_STEPS, _EVERY = 20, 5
 _MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
-_IMPLEMENTATION = (
-    "capturable",
-    "differentiable",
-    "foreach",
-    "fused",
-)  # of a kernel, not of its result
+_IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
+"""Options of an optimizer that choose a kernel, and not its result."""
 
 
 class StepComparison:
@@ -74,9 +70,9 @@ class StepComparison:
         groups: ReductionGroups,
     ) -> None:  # fmt: skip
         self._pieces, self._slots = pieces, slots
-        self._alike = _groups_alike(slots, groups)
-        trained = [slot.placement for slot in slots]
         self._alike_stage = stage = groups.stage(groups.used)
+        self._alike = _groups_alike(slots, groups, stage)
+        trained = [slot.placement for slot in slots]
         self._scaling = Scaling(pieces, groups, stage)
         self._inputs = InputRecord()
         layers = (group for placement in trained for group in _layer_groups(placement))
@@ -252,10 +248,11 @@ class StepComparison:
         return first_place((largest == smallest) & (largest > 0) & is_weight)
 
 
-def _groups_alike(slots: Sequence[Slot], groups: ReductionGroups) -> dict[ProcessGroup, list[Slot]]:
+def _groups_alike(
+    slots: Sequence[Slot], groups: ReductionGroups, stage: ProcessGroup | None
+) -> dict[ProcessGroup, list[Slot]]:
     """The parameters whose options must be equal along a group: slices and copies."""
     found: dict[ProcessGroup, list[Slot]] = {}
-    stage = groups.stage(groups.used)
     for slot in slots:
         group = stage if slot.placement.region == "dense" else groups.of(slot.placement)[0]
         if group is not None and group.size() > 1:

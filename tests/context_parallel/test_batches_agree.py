@@ -229,9 +229,11 @@ def test_ranks_that_shard_alone_are_not_blamed(
     reducer = GradientReducer(model)
     for step in range(4):
         habit(grid.rank, step)
-        seed = torch.Generator().manual_seed(step)
-        model(SHARDING.shard(torch.randn(LENGTH, 4, generator=seed))).sum().backward()
-        reducer.finish()
+        whole = torch.randn(LENGTH, 4, generator=torch.Generator().manual_seed(step))
+        model(SHARDING.shard(whole)).sum().backward()
+        reducer.finish(count=1)
+        expected = whole.sum(0, keepdim=True) / 2  # of two ranks that count one each; fp32
+        torch.testing.assert_close(model.weight.grad, expected, rtol=1e-5, atol=1e-5)
         reducer.zero_grad()
 
 

@@ -172,7 +172,9 @@ def test_experts_that_begin_as_copies() -> None:
         torch.manual_seed(0)
         for weight in experts.parameters():
             weight.data.copy_(torch.randn(weight.shape[1:]).expand_as(weight))
+        before = experts.up.detach().clone()
         GradientReducer(experts).close()
+        assert torch.equal(experts.up, before)
         nn.init.zeros_(experts.down)
         GradientReducer(experts).close()
     experts = GroupedExperts(4, 8, 8)

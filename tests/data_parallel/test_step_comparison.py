@@ -305,6 +305,7 @@ def test_equal_gradients_of_slices_of_the_sequence_are_right(
         x = torch.randn(4, 1, 4, generator=torch.Generator().manual_seed(step)).double()
         model(x.chunk(2)[grid.get_local_rank("tp")]).sum().backward()
         reducer.finish()
+        assert model.down.bias.grad.tolist() == [4.0] * 4  # of 4 positions
         SGD(model.parameters(), lr=0.01).step()
     for step in range(3):  # a constant sequence, whose slices are one
         model(torch.ones(2, 1, 4).double() + torch.arange(4) + step).square().sum().backward()
