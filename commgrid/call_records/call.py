@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from commgrid.call_records.operations import TRANSFERS, Alike, alike, described
 
@@ -20,12 +20,17 @@ class Group:
     """A communicator: what it is called, and its ranks in group order.
 
     Args:
-        name: all its names with commas.
+        name: all its names with commas, for people; two communicators may have the same.
         ranks: global ones; none: not recorded.
+        key: tells it from every other communicator of the job, the same on all its members; "": the
+            name and the ranks do.
+        backend: such as `gloo`; "": not recorded.
     """
 
     name: str
     ranks: tuple[int, ...]
+    key: str = ""
+    backend: str = field(default="", compare=False)
 
     @property
     def first(self) -> str:
@@ -53,7 +58,7 @@ class Call:
         peer: the global rank of a message's other side; None: any.
         shape, dtype, bytes: of the input, if known; of `recv` the output.
         root: the global rank that a broadcast, reduce, gather or scatter is about, where known.
-        tag: gloo's message tag.
+        tag: a message's tag on gloo; 0 on backends that match messages by order alone.
         handle: what a `Wait` names; None: the call is waited for where it stands.
         number: the rank's earlier calls on the communicator, of all kinds; it names the call within
             one rank. None: counted in this program.
@@ -61,10 +66,14 @@ class Call:
         output: bytes of the output, if known and equal on all ranks.
         reduction: such as `SUM`, where known.
         turn: the number that matches calls of different ranks: of a collective, the rank's earlier
-            collectives on the communicator; of a message, those in this direction between the two.
-            None: counted in this trace.
+            collectives on the communicator; of a message, those in this direction and with this tag
+            between the two. None: counted in this trace.
         began, issued, ended: seconds of the wall clock, of a recorded call; None where it had not
             come to that.
+        thread: the number of the thread that issued it, within its process.
+        waiting: whether a thread waits in it, of a recorded call.
+        stack: places of the program from the outermost to `where`; empty: not recorded.
+        sizes: of an all-to-all, the bytes for each member; empty: not recorded.
     """
 
     group: Group
@@ -84,6 +93,10 @@ class Call:
     began: float = 0.0
     issued: float | None = None
     ended: float | None = None
+    thread: int = 0
+    waiting: bool = False
+    stack: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = ()
 
     @property
     def alike(self) -> Alike:

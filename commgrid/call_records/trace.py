@@ -7,8 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
-from commgrid.call_records.call import Call
+from commgrid.call_records.call import Call, Group
+
+State = Literal["", "running", "ended", "killed", "stopped", "silent"]
+"""How a recording process stands: it runs, ended well, was killed, was told to stop by a launcher's
+SIGTERM, or runs on another host and was not seen lately; "": not known."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,13 @@ class Trace:
             calls before belong to another one.
         on_device: whether calls run in order on a device, which `ended` then is about.
         job: what all ranks of one job call it, and no other job; "": not recorded.
+        state: of the process.
+        host: where it ran; clocks of one host agree. "": not recorded.
+        groups: the communicators that the rank is a member of, as far as it has met them.
+        sent: of each communicator, `send` or `recv`, source, target and tag, how many messages the
+            rank had issued.
+        steps: where training steps began: number, and seconds of the wall clock.
+        stacks: where the threads of the process are, as `faulthandler` writes it; "": not known.
     """
 
     rank: int
@@ -46,3 +58,9 @@ class Trace:
     since: Mapping[str, float] = field(default_factory=dict)
     on_device: bool = False
     job: str = ""
+    state: State = ""
+    host: str = ""
+    groups: tuple[Group, ...] = ()
+    sent: Mapping[tuple[Group, str, int, int, int], int] = field(default_factory=dict)
+    steps: tuple[tuple[int, float], ...] = ()
+    stacks: str = ""
