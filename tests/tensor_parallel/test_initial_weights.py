@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -331,12 +332,19 @@ def test_a_parameter_that_nothing_draws_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 def test_a_parameter_may_be_drawn_by_a_module_around_it() -> None:
-    initialize_parameters(Mixture(), seed=0)
     tied = nn.Sequential(nn.Embedding(4, 3), nn.Module())
     tied[1].head = tied[0].weight
-    initialize_parameters(tied, seed=0)
-    with torch.inference_mode():  # whose tensors do not count changes
-        initialize_parameters(nn.Linear(2, 2), seed=0)
+    # An inference tensor does not count changes.
+    for model, mode in (
+        (Mixture(), torch.no_grad()), (tied, torch.no_grad()),
+        (nn.Linear(2, 2), torch.inference_mode()),
+    ):  # fmt: skip
+        with mode:
+            filled = deepcopy(model)
+            for parameter in filled.parameters():
+                parameter.fill_(7.0)
+            initialize_parameters(filled, seed=0)
+            assert all((parameter != 7.0).all() for parameter in filled.parameters())
 
 
 # -- layers -------------------------------------------------------------------------------------
