@@ -22,45 +22,34 @@ class Trace:
 
     Args:
         rank: which.
-        calls: in the order in which it issued them.
+        calls: in the order in which it issued them; without those that raised before they were
+            issued.
         dropped: how many earlier ones were not kept.
-        members: of each group, the ranks.
-        batches: of messages that were started as one, by group and number: which batch.
-        at: when it was written, in seconds of the wall clock; None: unknown.
-        over: whether the process was ending.
-        cut: whether its process was killed or aborted, and not by a launcher's SIGTERM.
-        waits: the calls, by group and number, that a thread was in the middle of waiting for, or
-            that a wait had failed for; None: not recorded.
-        entered: of each group, how many collectives the rank had issued.
-        since: of each group, when its present communicator came, in seconds of the wall clock:
-            calls before belong to another one.
-        on_device: whether calls run in order on a device, which `ended` then is about.
-        job: what all ranks of one job call it, and no other job; "": not recorded.
+        groups: the communicators that the rank is a member of, as far as it has met them.
+        batches: of messages that were started as one, by communicator and number: which batch.
+        entered: of each communicator, how many collectives the rank had issued.
+        sent: of each communicator, `send` or `recv`, source, target and tag: how many messages the
+            rank had issued.
+        at: when it was last seen, in seconds of the wall clock; None: unknown.
         state: of the process.
         host: where it ran; clocks of one host agree. "": not recorded.
-        groups: the communicators that the rank is a member of, as far as it has met them.
-        sent: of each communicator, `send` or `recv`, source, target and tag, how many messages the
-            rank had issued.
+        job: what all ranks of one job call it, and no other job; "": not recorded.
+        knows_waits: whether `Call.waiting` was recorded; torch's flight recorder does not.
         steps: where training steps began: number, and seconds of the wall clock.
         stacks: where the threads of the process are, as `faulthandler` writes it; "": not known.
     """
 
     rank: int
     calls: tuple[Call, ...]
-    dropped: int
-    members: dict[str, tuple[int, ...]]
-    batches: dict[tuple[str, int], int] = field(default_factory=dict)
+    dropped: int = 0
+    groups: tuple[Group, ...] = ()
+    batches: Mapping[tuple[Group, int], int] = field(default_factory=dict)
+    entered: Mapping[Group, int] = field(default_factory=dict)
+    sent: Mapping[tuple[Group, str, int, int, int], int] = field(default_factory=dict)
     at: float | None = None
-    over: bool = False
-    cut: bool = False
-    waits: tuple[tuple[str, int], ...] | None = None
-    entered: Mapping[str, int] = field(default_factory=dict)
-    since: Mapping[str, float] = field(default_factory=dict)
-    on_device: bool = False
-    job: str = ""
     state: State = ""
     host: str = ""
-    groups: tuple[Group, ...] = ()
-    sent: Mapping[tuple[Group, str, int, int, int], int] = field(default_factory=dict)
+    job: str = ""
+    knows_waits: bool = True
     steps: tuple[tuple[int, float], ...] = ()
     stacks: str = ""
