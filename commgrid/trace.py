@@ -33,7 +33,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     """Begins to record this process's calls; while it records already, nothing changes.
 
     Args:
-        capacity: how many calls are kept, the last ones; 128 bytes each.
+        capacity: how many calls are kept, the last ones; 136 bytes each.
     """
     if recorder.current() is not None:
         return
@@ -42,7 +42,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     if is_initialized():
         started.set_rank(world_rank())
     for grid in live_grids():
-        started.meet(started.rank, grid.members_of_communicators())
+        started.meet(grid)
     remote.follow()
 
 
@@ -65,7 +65,7 @@ def recorded() -> Trace:
     Raises:
         CommGridError: nothing was ever recorded.
     """
-    return trace_files.parse(_recorder().as_dict())
+    return trace_files.parse([_recorder().contents()])[0]
 
 
 def _recorder() -> recorder.Recorder:
@@ -100,7 +100,7 @@ def summary(most: int = 30) -> str:
 
 
 def save(folder: str | Path) -> Path:
-    """Writes this rank's calls to `rank_00003.json` in a folder, which is made if need be.
+    """Writes this rank's calls to `rank_00003.ring` in a folder, which is made if need be.
 
     Raises:
         CommGridError: nothing was ever recorded, or the file cannot be written.

@@ -18,10 +18,13 @@ import torch.distributed as dist
 import commgrid
 from commgrid import CommGridError, SpecError
 from commgrid.call_records import files as trace_files
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.cli import main
 from commgrid.collectives import all_reduce
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import interposer as torch_calls
+from tests.records import save
 
 
 def methods() -> tuple[dict[str, Any], dict[str, Any]]:
@@ -77,7 +80,7 @@ def all_calls(folder: str) -> list[tuple[Any, ...]]:
     assert [call.number - own[0].number for call in own] == list(range(len(own)))
     assert all(call.ended is not None and call.began <= call.issued <= call.ended for call in calls)
     assert {call.peer for call in calls if call.operation in ("send", "recv")} == {peer}
-    assert found.members["tp"] == grid.get_ranks("tp")
+    assert {tuple(grid.get_ranks("tp"))} == {g.ranks for g in found.groups if g.name == "tp"}
     commgrid.shutdown()
     assert (dict(vars(dist.ProcessGroup)), dict(vars(dist.Work))) == before
     return [(c.group.name, c.number, c.operation, c.where) for c in found.calls]
@@ -257,34 +260,31 @@ def test_the_environment_begins_it_and_saves_at_the_end(value: str, tmp_path: Pa
     assert [call.where for call in trace.calls] == ["<string>:5 <module>"] * 3
 
 
-def saved(folder: Path, rank: int, *calls: list[Any]) -> None:
-    """A trace made by hand; times in milliseconds."""
-    rows = [[*call[:8], *(None if t is None else int(t * 1e6) for t in call[8:])] for call in calls]
-    found = {
-        "format": 1, "rank": rank, "wall": 100.0, "monotonic": 0, "dropped": 0,
-        "members": {"tp": [0, 1]}, "calls": rows,
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / f"rank_{rank:05}.json").write_text(json.dumps(found))
+TP, DP = Group("tp", (0, 1), "tp@1"), Group("dp,dp_cp", (0, 1), "dp@1")
+
+
+def made(group: Group, operation: str, *times: float | None, **given: Any) -> Call:
+    """A call; times in milliseconds."""
+    began, issued, ended = (None if each is None else 100.0 + each / 1e3 for each in times)
+    given = {"shape": (4,), "dtype": "float32", "bytes": 16, "where": "a.py:1 f", **given}
+    return Call(group, operation, began=began or 0.0, issued=issued, ended=ended, **given)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Rank 0 waits 6 ms for rank 1, which does not issue the last call."""
-    here = tmp_path / "trace"
-    saved(
-        here, 0,
-        ["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0.0, 0.1, 8.0],
-        ["tp", 1, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 8.0, 8.1, 9.0],
-        ["tp", 2, "send", [2], "int64", 16, 1, "a.py:2 f", 9.0, None, None],
-        ["dp,dp_cp", 0, "all_gather", [8], "float32", 32, None, "a.py:3 f", 9.5, 9.6, 10.0],
+    send: Any = {"shape": (2,), "dtype": "int64", "peer": 1, "where": "a.py:2 f"}
+    return save(
+        tmp_path / "trace",
+        Trace(0, (
+            made(TP, "all_reduce", 0.0, 0.1, 8.0), made(TP, "all_reduce", 8.0, 8.1, 9.0),
+            made(TP, "send", 9.0, None, None, **send),
+            made(DP, "all_gather", 9.5, 9.6, 10.0, shape=(8,), bytes=32, where="a.py:3 f"),
+        ), at=100.0),
+        Trace(1, (
+            made(TP, "all_reduce", 6.0, 6.1, 8.0), made(TP, "all_reduce", 8.0, 8.1, 9.0),
+        ), at=100.0),
     )  # fmt: skip
-    saved(
-        here, 1,
-        ["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 6.0, 6.1, 8.0],
-        ["tp", 1, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 8.0, 8.1, 9.0],
-    )  # fmt: skip
-    return here
 
 
 def test_the_table_has_the_rank_that_spent_most(
@@ -327,12 +327,9 @@ def test_perfettos_file_has_a_process_a_rank_and_a_row_a_group(
 
 
 def test_what_is_no_trace_is_said(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"has no rank_\*\.json; expected the folder"):
+    with pytest.raises(SpecError, match=r"has no rank_\*\.ring; expected the folder"):
         trace_files.read(tmp_path)
-    for text in ("", "[]", '{"format": 1, "calls": []}', '{"format": 1, "wall": "x"}'):
-        (tmp_path / "rank_00000.json").write_text(text)
-        with pytest.raises(SpecError, match=r"is no (whole )?trace of commgrid's"):
+    for text in (b"", b"[]", b"commgrid ring 2\n", b"commgrid ring 2\n" + bytes(5000)):
+        (tmp_path / "rank_00000.ring").write_bytes(text)
+        with pytest.raises(SpecError, match="is no trace of commgrid's"):
             trace_files.read(tmp_path)
-    (tmp_path / "rank_00000.json").write_text('{"format": 2}')
-    with pytest.raises(SpecError, match="format 2, this version reads 1"):
-        trace_files.read(tmp_path)

@@ -201,7 +201,7 @@ def _rank(
 
     def note() -> None:
         records.save(folder)
-        (beside / f"calls_{rank}").write_text(str(records.ring.total))
+        (beside / f"calls_{rank}").write_text(str(records.ring.calls))
 
     _after_updates(note)
     try:

@@ -1,4 +1,4 @@
-"""Traces in files: what ranks have saved in a folder, `rank_00003.json` of each, and its reading.
+"""Traces in files: what ranks have saved in a folder, `rank_00003.ring` of each, and its reading.
 
 A folder is read whole or refused: a file that is not what it says it is, or that another job has
 left there, would have one rank blamed for what it never did.
@@ -6,33 +6,29 @@ left there, would have one rank blamed for what it never did.
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from commgrid.call_records import ring
 from commgrid.call_records.call import Call, Group, on_group
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.call_records.ring import FORMAT
-from commgrid.call_records.trace import Trace
+from commgrid.call_records.processes import boot, space_of_pids, started
+from commgrid.call_records.ring import FORMAT, Contents
+from commgrid.call_records.trace import State, Trace
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 
-_OPTIONAL = (int, type(None))
-KEYS: dict[str, type | tuple[type, ...]] = {
-    "group": str, "number": int, "operation": str, "shape": list, "dtype": str, "bytes": int,
-    "peer": _OPTIONAL, "where": str, "began": int, "issued": _OPTIONAL, "ended": _OPTIONAL,
-    "turn": _OPTIONAL, "output": _OPTIONAL, "reduction": str,
-}  # fmt: skip
-"""The columns of a call in a file; the last ones are newer and may be absent."""
+SEEN = 5.0
+"""Seconds after which a process of another host that has written nothing is "silent"."""
 
-_LATER = 3
-_PATTERN = "rank_*.json"
 _RINGS = "rank_*.ring"
-"""Files of processes that were killed."""
+_EARLIER = "rank_*.json"
+_STATES: dict[int, State] = {
+    ring.ALIVE: "running", ring.COPIED: "running", ring.ENDED: "ended", ring.STOPPED: "stopped",
+}  # fmt: skip
 
 
 def has_traces(folder: Path) -> bool:
@@ -41,12 +37,14 @@ def has_traces(folder: Path) -> bool:
 
 
 def paths(folder: Path) -> list[Path]:
-    """The files of traces in a folder."""
-    return sorted([*folder.glob(_PATTERN), *folder.glob(_RINGS)])
+    """The files of traces in a folder; those of earlier versions, if there are no others."""
+    return sorted(folder.glob(_RINGS)) or sorted(
+        path for path in folder.glob(_EARLIER) if path.read_bytes()[:9] == b'{"format"'
+    )
 
 
 def read(folder: Path) -> list[Trace]:
-    """The traces that ranks have saved in a folder, by rank.
+    """The traces that ranks have saved in a folder, by rank, and how their processes stand now.
 
     Raises:
         SpecError: there is none, a file is something else, or they are of two jobs.
@@ -56,42 +54,51 @@ def read(folder: Path) -> list[Trace]:
             f"{folder}: {_what_is_there(folder)}; expected the folder that COMMGRID_TRACE or "
             f"commgrid.trace.save was given{_folders_within(folder)}"
         )
-    traces = [trace for _, trace, _ in _by_rank(folder)]
+    held = {path: _load(path) for path in paths(folder)}
+    lengths = _lengths(held.values())
+    found: dict[int, tuple[Path, Trace]] = {}
+    for path, contents in held.items():
+        try:
+            trace = _trace(contents, lengths)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise _no_trace(path, error) from error
+        if trace.rank in found:
+            raise SpecError(
+                f"{path}: holds rank {trace.rank}, as {found[trace.rank][0].name} does; remove one "
+                "of them"
+            )
+        found[trace.rank] = path, trace
+    now = max(time.time(), *(trace.at or 0.0 for _, trace in found.values()))
+    traces = [
+        replace(trace, state=_state(path, held[path], trace, now))
+        for _, (path, trace) in sorted(found.items())
+    ]
     _check_one_job(folder, traces)
     return traces
 
 
-def held_in(folder: Path) -> list[dict[str, Any]]:
-    """The contents of the files that `read` parses, by rank."""
-    return [held for _, _, held in _by_rank(folder)]
-
-
-def _by_rank(folder: Path) -> list[tuple[Path, Trace, dict[str, Any]]]:
-    found: dict[int, tuple[Path, Trace, dict[str, Any]]] = {}
-    for path in paths(folder):
-        held = _load(path)
-        trace = _parsed(path, held)
-        before = found.get(trace.rank)
-        if before is not None and not _is_earlier(before[:2], (path, trace)):
-            raise SpecError(
-                f"{path}: holds rank {trace.rank}, as {before[0].name} does; remove one of them"
-            )
-        found[trace.rank] = path, trace, held
-    return [each for _, each in sorted(found.items())]
-
-
-def _is_earlier(one: tuple[Path, Trace], other: tuple[Path, Trace]) -> bool:
-    """Whether a process has saved a file, and gone on with its ring."""
-    return (
-        one[0].with_suffix(".ring") == other[0]
-        and one[1].job == other[1].job
-        and one[1].calls == other[1].calls[: len(one[1].calls)]
-    )
+def _state(path: Path, contents: Contents, trace: Trace, now: float) -> State:
+    """How the process of a ring stands."""
+    if contents.state == ring.COPIED:
+        return "running"
+    if contents.state == ring.ALIVE:
+        pid, start, its_boot, space = (*contents.noted("process"), 0, "", "", "")[:4]
+        if not start:
+            return ""
+        if (its_boot, space) != (boot(), space_of_pids()):
+            return "silent" if (trace.at or 0.0) < now - SEEN else "running"
+        if started(pid) == start:
+            return "running"
+    # A launcher ends what is left of a job by SIGTERM.
+    told = path.with_suffix(".sigterm")
+    if told.exists() and told.stat().st_size > 0:
+        return "stopped"
+    return "killed" if contents.state == ring.ALIVE else trace.state
 
 
 def _what_is_there(folder: Path) -> str:
     if os.path.isdir(folder):  # unlike pathlib's, of any name
-        return f"has no {_PATTERN}"
+        return f"has no {_RINGS}"
     return "is a file" if os.path.exists(folder) else "there is no such folder"
 
 
@@ -123,51 +130,26 @@ def _check_one_job(folder: Path, traces: Sequence[Trace]) -> None:
     )
 
 
-def _load(path: Path) -> Any:
-    """The contents of a file, not yet checked.
+def _load(path: Path) -> Contents:
+    """The contents of a file.
 
     Raises:
-        SpecError: it cannot be read, or is something else.
+        SpecError: it cannot be read, is something else, or of another version.
     """
     try:
-        if path.suffix == ".ring":
-            held = ring.load(path)
-            # A launcher ends what is left of a job by SIGTERM.
-            told = path.with_suffix(".sigterm")
-            is_ended = told.exists() and told.stat().st_size > 0
-            return {**held, "cut": not held["over"] and not is_ended}
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "no text"
-        raise SpecError(f"{path}: cannot be read: {why or error}") from error
-    except ValueError as error:
-        raise _no_trace(path, error) from error
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise SpecError(
-            f"{path}: is no whole trace of commgrid's; it was cut off, or is something else "
-            f"({error}); copy it again, or take it out of the folder"
-        ) from error
-
-
-def _parsed(path: Path, found: Any) -> Trace:
-    """A trace from the contents of its file.
-
-    Raises:
-        SpecError: it is something else.
-    """
-    written = found.get("format") if isinstance(found, dict) else None
-    if isinstance(written, int) and written != FORMAT:
-        raise SpecError(
-            f"{path}: format {written}, this version reads {FORMAT}; read it with the version of "
-            "commgrid that has written it"
-        )
-    try:
-        if written is None:
-            raise TypeError("no format")
-        return parse(found)
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        data = path.read_bytes()
+        earlier = 1 if path.suffix == ".json" else ring.format_of(data)
+        if earlier not in (None, FORMAT):
+            raise SpecError(
+                f"{path}: format {earlier}, this version reads {FORMAT}; read it with the version "
+                f"of commgrid that has written it{' (0.2.0 or earlier)' if earlier == 1 else ''}"
+            )
+        return Contents(data)
+    except OSError as error:
+        raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, LookupError, TypeError) as error:
+        if isinstance(error, SpecError):
+            raise
         raise _no_trace(path, error) from error
 
 
@@ -178,58 +160,130 @@ def _no_trace(path: Path, error: Exception) -> SpecError:
     )
 
 
-def parse(found: Mapping[str, Any]) -> Trace:
-    """A trace from the contents of a file.
+def parse(rings: Iterable[bytes]) -> list[Trace]:
+    """Traces from rings, one of each rank, as their processes were when they gave them.
+
+    Args:
+        rings: as `Contents.packed` returns them.
 
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: it is something else.
+        LookupError, TypeError, ValueError: one is something else.
     """
-    offset = found["wall"] - found["monotonic"] / 1e9
-    waits = found.get("waits")
-    members = {str(name): _whole(ranks) for name, ranks in found["members"].items()}
-    groups: dict[str, Group] = {}
+    held = [Contents(each) for each in rings]
+    lengths = _lengths(held)
+    return [_trace(each, lengths) for each in held]
+
+
+def _lengths(held: Iterable[Contents]) -> dict[str, int]:
+    """By a file's last name, how many of its last parts tell it from the others of a process."""
+    found: dict[str, int] = {}
+    for contents in held:
+        files: dict[str, set[tuple[str, ...]]] = {}
+        for _, (what, *values) in contents.entries:
+            if what == "place":
+                parts = tuple(values[0].split("/"))
+                files.setdefault(parts[-1], set()).add(parts)
+        for name, of_name in files.items():
+            length = 1
+            while len({parts[-length:] for parts in of_name}) < len(of_name):
+                length += 1
+            found[name] = max(found.get(name, 1), length)
+    return found
+
+
+def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
+    """A trace from a ring.
+
+    Args:
+        held: its contents.
+        lengths: parts of the names of files.
+    """
+    (rank,) = _whole(held.noted("rank") or [0])
+    host = str((*held.noted("process"), *[""] * 5)[4])
+    groups: dict[int, Group] = {}
+    texts: dict[int, str] = {}
+    entered: dict[Group, int] = {}
+    sent: dict[tuple[Group, str, int, int, int], int] = {}
+    for number, (count, (what, *values)) in enumerate(held.entries):
+        if what == "group":
+            name, ranks, key, backend = values
+            groups[number] = group = Group(name, _whole(ranks), key, backend)
+            if count:
+                entered[group] = count
+        elif what == "pair":
+            group, (operation, peer, tag) = groups[values[0]], values[1:]
+            other = on_group(group.name, group.ranks, peer)
+            if other is not None:
+                ends = (rank, other) if operation == "send" else (other, rank)
+                sent[group, operation, *ends, tag] = count
+        elif what == "place":
+            file, line, function = values
+            parts = file.split("/")
+            texts[number] = f"{'/'.join(parts[-lengths[parts[-1]] :])}:{line} {function}"
+    rows, steps = held.unpacked()
+    offset = held.wall - held.monotonic / 1e9
+    calls = [(row, _call(row, held, groups, texts, offset)) for row in rows]
+    times = (t for _, call in calls for t in (call.began, call.issued, call.ended) if t is not None)
     return Trace(
-        rank=_whole([found["rank"]])[0],
-        calls=tuple(_call(each, offset, members, groups) for each in found["calls"]),
-        dropped=int(found["dropped"]),
-        members=members,
+        rank=rank,
+        calls=tuple(call for row, call in calls if not row[16] & ring.RAISED),
+        dropped=held.calls - len(calls),
+        groups=tuple(groups.values()),
         batches={
-            (group, number): batch
-            for batch, (group, first, last) in enumerate(found.get("batches", ()))
-            for number in range(first, last + 1)
+            (call.group, call.number or 0): row[12]
+            for row, call in calls
+            if row[12] and not row[16] & ring.RAISED
         },
-        at=float(found["wall"]),
-        over=bool(found.get("over", False)),
-        cut=bool(found.get("cut", False)),
-        waits=tuple((group, int(number)) for group, number in waits) if waits is not None else None,
-        entered={group: int(count) for group, count in found.get("entered", {}).items()},
-        since={group: at / 1e9 + offset for group, at in found.get("since", {}).items()},
-        job=str(found.get("job", "")),
+        entered=entered,
+        sent=sent,
+        at=max((held.wall, *times)),
+        state=_STATES[held.state],
+        host=host,
+        job=str((held.noted("job") or [""])[0]),
+        steps=tuple((number, when / 1e9 + offset) for number, when in steps),
+        lost=held.lost,
     )
 
 
-def _whole(numbers: Sequence[Any]) -> tuple[int, ...]:
+def _whole(numbers: Sequence[object]) -> tuple[int, ...]:
     """Ranks or sizes."""
     if not all(isinstance(each, int) and each >= 0 for each in numbers):
         raise ValueError(f"{numbers} are no whole numbers from 0")
-    return tuple(numbers)
+    return tuple(numbers)  # type: ignore[arg-type]
 
 
 def _call(
-    row: Sequence[Any],
+    row: Sequence[int],
+    held: Contents,
+    groups: Mapping[int, Group],
+    texts: Mapping[int, str],
     offset: float,
-    members: Mapping[str, tuple[int, ...]],
-    groups: dict[str, Group],
 ) -> Call:
-    held = dict(zip(KEYS, row, strict=not len(KEYS) - _LATER <= len(row) <= len(KEYS)))
-    for key, kind in KEYS.items():
-        if key in held and not isinstance(held[key], kind):
-            raise TypeError(f"{key} of a call is {held[key]!r}")
-    for key in ("began", "issued", "ended"):
-        if held[key] is not None:
-            held[key] = held[key] / 1e9 + offset
-    name = held["group"]
-    group = groups.setdefault(name, Group(name, members.get(name, ())))
-    side = "peer" if held["operation"] in TRANSFERS else "root"
-    rank = on_group(name, group.ranks, held.pop("peer"))
-    return Call(**{**held, "group": group, "shape": _whole(held["shape"]), side: rank})
+    _, began, issued, ended, size, output, tag, of, kind, stack, number, turn = row[:12]
+    peer, dimensions, marks, thread = row[14:18]
+    operation, dtype, reduction = held.entries[kind][1][1:]
+    places = held.entries[stack][1][1] if stack else ()
+    group = groups[of]
+    side = "peer" if operation in TRANSFERS else "root"
+    other = on_group(group.name, group.ranks, None if peer < 0 else peer)
+    return Call(
+        group=group,
+        operation=operation,
+        shape=tuple(row[18 : 18 + dimensions]),
+        dtype=dtype,
+        bytes=size,
+        tag=tag,
+        number=number,
+        where=texts[places[-1]] if places else "?",
+        output=output if marks & ring.KNOWN_OUTPUT else None,
+        reduction=reduction,
+        turn=turn,
+        began=began / 1e9 + offset,
+        issued=issued / 1e9 + offset if issued else None,
+        ended=ended / 1e9 + offset if ended else None,
+        thread=thread,
+        waiting=bool(marks & ring.WAITED and not ended),
+        stack=tuple(texts[place] for place in places),
+        sizes=tuple(row[-1]),  # type: ignore[arg-type]
+        **{side: other},
+    )

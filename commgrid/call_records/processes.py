@@ -67,10 +67,20 @@ def is_caught(pid: int) -> bool:
 
 
 def started(pid: int) -> str:
-    """When a process was started, in ticks of the kernel's."""
-    stat = Path(f"/proc/{pid}/stat")
-    # A name that was cut within a letter is no text.
-    return stat.read_text(errors="replace").rpartition(")")[2].split()[19] if stat.exists() else ""
+    """When a process was started, in ticks of the kernel's; "": it has ended."""
+    with suppress(OSError):
+        # A name that was cut within a letter is no text.
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        if stat[0] not in "ZX":  # ended, and its parent has not asked how
+            return stat[19]
+    return ""
+
+
+def boot() -> str:
+    """The kernel's name of this start of the host; "": there is none."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
 
 
 def space_of_pids() -> str:
@@ -166,7 +176,7 @@ def dump(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
 
     Args:
         job: as `of_one_job` returns it.
-        folder: where `rank_00003.stacks` and `rank_00003.json` go; made if need be.
+        folder: where `rank_00003.stacks` and `rank_00003.ring` go; made if need be.
         timeout: seconds to wait for the stacks of all.
 
     Raises:
@@ -202,9 +212,9 @@ def _collect(process: Process, size: int | None, folder: Path, until: float) -> 
         (folder / f"{name}.stacks").write_bytes(stacks)
     records = None
     with suppress(OSError, ValueError):
-        records = ring.load(Path(process.ring)) if process.ring else None
+        records = ring.Contents(Path(process.ring).read_bytes()) if process.ring else None
     if records is not None:
-        (folder / f"{name}.json").write_text(json.dumps(records), encoding="utf-8")
+        (folder / f"{name}.ring").write_bytes(records.packed())
     return Dumped(process.rank, process.pid, bool(stacks), records is not None, why)
 
 

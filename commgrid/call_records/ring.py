@@ -1,13 +1,22 @@
 """The last calls of a process in mapped memory, which outlives the process.
 
-    ┌ header ─ counts ─ texts ────────────────── records ───────────────────┐
-    │ total    by group one JSON value a line    │ 7 │ 8 │ 9 │ 3 │ 4 │ 5 │ 6 │
+    ┌ header ─ table ──────────────────────────── rows ─────────────────────┐
+    │ rows     groups, pairs, kinds, places, …   │ 7 │ 8 │ 9 │ 3 │ 4 │ 5 │ 6 │
     └────────────────────────────────────────────────────────▲──────────────┘
                                                               the oldest
 
-A ring in a file holds every call at once, and keeps it if the process is killed. Names, places and
-members of groups are texts that records refer to by number. `Ring.as_dict` and `read` give the
-same: the contents that `trace_files` parses.
+A ring in a file holds every call at once, and keeps it if the process is killed. Rows refer to the
+table by number: an entry has a counter and one JSON value. Number 0 is "not recorded": there was no
+room.
+
+| entry | values |
+|---|---|
+| `rank`, `job`, `process` | of several the last one counts |
+| `group` | name, ranks, key, backend; counts its collectives |
+| `pair` | group, `send` or `recv`, peer, tag; counts its messages |
+| `kind` | operation, dtype, reduction |
+| `place` | file, line, function |
+| `stack` | places, from the outermost on |
 """
 
 from __future__ import annotations
@@ -18,32 +27,41 @@ import mmap
 import os
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
-"""Version of the traces in JSON; it rises with changes that readers must handle."""
+FORMAT = 2
+"""Version of the format; it rises with changes that readers must handle."""
 
-MAGIC = b"commgrid ring 1\n"
+_MAGIC = b"commgrid ring "
+MAGIC = _MAGIC + b"%d\n" % FORMAT
 
-# Magic, capacity, total, bytes of texts, whether the process ended well, two clocks, pid.
-_HEAD = struct.Struct("<16sQQQQdQQ")
-_TOTAL, _TEXTS, _OVER, _CLOCKS = 24, 32, 40, 48
-# Its number, began, issued, ended, bytes, bytes of outputs; group, operation, dtype, place, number
-# on its group, turn, batch, reduction; peer; dimensions, state; shape.
-_RECORD = struct.Struct("<QQQQQQIIIIIIIIiBB2x5Q")
-_ISSUED, _ENDED, _STATE = 16, 24, 85
-_WAITED, _KNOWN_OUTPUT = 1, 2
+# Magic, capacity, rows, calls, bytes of the table, where rows begin, state, whether calls are
+# missing, two clocks.
+_HEAD = struct.Struct("<16sQQQQQBB6xdQ")
+_TOTALS, _TABLE, _STATE, _LOST, _CLOCKS = 24, 40, 56, 57, 64
+ALIVE, ENDED, STOPPED, COPIED = range(4)
+"""States: the process writes until it ends; it ended well; it was told to stop; this is a copy."""
+
+# Its number, began, issued, ended, bytes, bytes of outputs, tag; group, kind, stack, number on its
+# group, turn, batch, number of sizes; peer; dimensions, marks, thread; shape.
+_ROW = struct.Struct("<QQQQQQqIIIIIIIiBBH4x5Q")
+_ISSUED, _ENDED, _MARKS = 16, 24, 89
+WAITED, KNOWN_OUTPUT, RAISED = 1, 2, 4
 _MOST_DIMENSIONS = 5
+# Rows that are no calls have a bit more in their number.
+_STEP, _SIZES = 1 << 62, 1 << 63
+_KINDS = _STEP | _SIZES
+_MORE = struct.Struct("<Q16Q")
+_SIZES_A_ROW, _SIZES_AT = 16, 13
 _COUNT = struct.Struct("<Q")
+_ENTRY = struct.Struct("<QI")  # count, bytes of its JSON
 
-_GROUPS = 4096
-_COUNTS_AT = 4096
-_TEXTS_AT = _COUNTS_AT + _COUNT.size * _GROUPS
-_MOST_TEXT = 4 << 20
-_RECORDS_AT = _TEXTS_AT + _MOST_TEXT
-_STEP = 1 << 18  # bytes of a file that are reserved at a time
+_TABLE_AT = 4096
+_MOST_TABLE = 8 << 20
+_MOST_TEXT = 6 << 20  # of the table before there is no room for places
+_RESERVED = 1 << 18  # bytes of a file that are reserved at a time
 
 _allocate: Callable[[int, int, int], None] | None = getattr(os, "posix_fallocate", None)
 
@@ -60,21 +78,22 @@ class Ring:
     """
 
     def __init__(self, capacity: int, path: Path | None = None) -> None:
-        self.capacity, self.path, self.total = capacity, path, 0
-        self._texts: dict[str, int] = {}
-        self._lines = 0
-        self._used = 0
-        self._groups: dict[str, int] = {}
-        self._file, self._reserved = -1, {0: 0, _TEXTS_AT: 0, _RECORDS_AT: 0}
-        size = _RECORDS_AT + capacity * _RECORD.size
+        self.capacity, self.path = capacity, path
+        self.rows = self.calls = 0
+        self._numbers: dict[tuple[Any, ...], int] = {}  # by entry
+        self._entries: list[int] = []  # where each begins
+        self._used, self._rows_at = 0, _TABLE_AT + _MOST_TABLE
+        self._file, self._reserved = -1, {0: 0, _TABLE_AT: 0, self._rows_at: 0}
+        self._lost = False
+        size = self._rows_at + capacity * _ROW.size
         if path is None:
             self.memory = mmap.mmap(-1, size)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_file(path, size)
-        _HEAD.pack_into(self.memory, 0, MAGIC, capacity, 0, 0, 0, 0.0, 0, os.getpid())
+        _HEAD.pack_into(self.memory, 0, MAGIC, capacity, 0, 0, 0, self._rows_at, ALIVE, 0, 0.0, 0)
         self.touch()
-        self.text("?")  # number 0: what there was no room for
+        self.entry("none")  # number 0
 
     def _make_file(self, path: Path, size: int) -> None:
         """Map a new file, which takes the place of an earlier one once it is whole."""
@@ -82,7 +101,7 @@ class Ring:
         self._file = os.open(half, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             os.truncate(self._file, size)
-            if not self._reserve(0, _TEXTS_AT):
+            if not self._reserve(0, _TABLE_AT):
                 raise _full(path)
             self.memory = mmap.mmap(self._file, size)
             os.rename(half, path)
@@ -94,16 +113,16 @@ class Ring:
     def moved(self, path: Path) -> Ring:
         """Return a ring in a file with this one's records."""
         found = Ring(self.capacity, path)
-        rows = min(self.total, self.capacity) * _RECORD.size
-        for at, used in ((_TEXTS_AT, self._used), (_RECORDS_AT, rows)):
+        rows = min(self.rows, self.capacity) * _ROW.size
+        for at, used in ((_TABLE_AT, self._used), (self._rows_at, rows)):
             if not found._reserve(at, used):
                 found.close()
                 path.unlink(missing_ok=True)
                 raise _full(path)
             found.memory[at : at + used] = self.memory[at : at + used]
-        found.memory[_TOTAL:_TEXTS_AT] = self.memory[_TOTAL:_TEXTS_AT]
-        found.total, found._used, found._lines = self.total, self._used, self._lines
-        found._texts, found._groups = self._texts, self._groups
+        found.memory[_TOTALS:_TABLE_AT] = self.memory[_TOTALS:_TABLE_AT]
+        found.rows, found.calls, found._lost = self.rows, self.calls, self._lost
+        found._used, found._numbers, found._entries = self._used, self._numbers, self._entries
         return found
 
     def close(self) -> None:
@@ -116,82 +135,99 @@ class Ring:
         """Note that the process runs: what its clocks say."""
         struct.pack_into("<dQ", self.memory, _CLOCKS, time.time(), time.perf_counter_ns())
 
-    def end(self) -> None:
-        """Note that the process ends well."""
+    def end(self, state: int) -> None:
+        """Note how the process ends. The first state that is noted stays."""
         self.touch()
-        _COUNT.pack_into(self.memory, _OVER, 1)
+        if self.memory[_STATE] == ALIVE:
+            self.memory[_STATE] = state
 
     # -- writing ------------------------------------------------------------------------
 
-    def text(self, value: str) -> int:
-        """The number of a text, which is written down once; 0 where there is no room left."""
-        number = self._texts.get(value)
+    def entry(self, *values: Any) -> int:
+        """The number of an entry, which is written down once; 0 where there is no room left.
+
+        Args:
+            values: its kind, and what JSON can hold; lists as tuples.
+        """
+        number = self._numbers.get(values)
         if number is None:
-            number = self._lines
-            if not self._wrote(value):
-                return 0
-            self._texts[value] = number
+            number = self._wrote(values, _MOST_TEXT if values[0] in ("place", "stack") else None)
+            if number:
+                self._numbers[values] = number
         return number
 
     def note(self, what: str, *values: Any) -> None:
-        """Write down what is not about one call; of several notes the last one counts.
+        """Write down what holds from now on: `rank`, `job` or `process`, and its value."""
+        self._wrote((what, *values))
 
-        Args:
-            what: `rank` or `job` and its value; `members` or `since`, a group and its value.
-            values: what JSON can hold.
-        """
-        self._wrote([what, *values])
-
-    def _wrote(self, value: Any) -> bool:
-        line = json.dumps(value).encode() + b"\n"
-        used = self._used + len(line)
-        if used > _MOST_TEXT or not self._reserve(_TEXTS_AT, used):
-            return False
-        self.memory[_TEXTS_AT + self._used : _TEXTS_AT + used] = line
+    def _wrote(self, values: tuple[Any, ...], most: int | None = None) -> int:
+        text = json.dumps(values).encode()
+        used = self._used + _ENTRY.size + len(text)
+        if self._lost or used > (most or _MOST_TABLE) or not self._reserve(_TABLE_AT, used):
+            if not most:
+                self._lose()
+            return 0
+        at = _TABLE_AT + self._used
+        _ENTRY.pack_into(self.memory, at, 0, len(text))
+        self.memory[at + _ENTRY.size : _TABLE_AT + used] = text
         self._used = used
-        self._lines += 1
-        _COUNT.pack_into(self.memory, _TEXTS, used)
-        return True
+        self._entries.append(at)
+        _COUNT.pack_into(self.memory, _TABLE, used)
+        return len(self._entries) - 1
 
-    def group(self, name: str) -> int:
-        """The number of a group, for `add`."""
-        number = self._groups.get(name)
-        if number is None:
-            number = self._groups[name] = min(len(self._groups), _GROUPS - 1)
-            # All further groups have one number, and no name.
-            self.note("group", "?" if number == _GROUPS - 1 else name, number)
-        return number
+    def _lose(self) -> None:
+        """Note that calls are missing. No further one is recorded, as its turn would be wrong."""
+        self._lost = True
+        self.memory[_LOST] = 1
 
-    def entered(self, group: int, count: int) -> None:
-        """Note how many collectives were issued on a group."""
-        _COUNT.pack_into(self.memory, _COUNTS_AT + group * _COUNT.size, count)
+    def count(self, entry: int, count: int) -> None:
+        """Note how many collectives or messages were issued."""
+        if entry:
+            _COUNT.pack_into(self.memory, self._entries[entry], count)
 
     def add(
-        self, group: int, number: int, operation: str, shape: Sequence[int], dtype: str,
-        size: int, output: int | None, peer: int | None, where: int, began: int, turn: int,
-        batch: int, reduction: str = "",
+        self, group: int, number: int, kind: int, shape: Sequence[int], size: int,
+        output: int | None, peer: int | None, stack: int, began: int, turn: int, batch: int = 0,
+        tag: int = 0, thread: int = 0, sizes: Sequence[int] = (),
     ) -> int:  # fmt: skip
-        """Write a call down; return its number, -1 if there is no room."""
-        at = self.total
-        offset = at % self.capacity * _RECORD.size
-        if not self._reserve(_RECORDS_AT, offset + _RECORD.size):
+        """Write a call down; return its row, -1 if there is no room."""
+        at = self.rows
+        if not (group and kind) or not self._has_room(1 + len(sizes) // _SIZES_A_ROW + 1):
+            self._lose()
             return -1
-        kept = shape
         if len(shape) > _MOST_DIMENSIONS:
             rest = 1
             for each in shape[_MOST_DIMENSIONS - 1 :]:
                 rest *= each
-            kept = (*shape[: _MOST_DIMENSIONS - 1], rest)
-        dimensions = len(kept)
-        _RECORD.pack_into(
-            self.memory, _RECORDS_AT + offset, at, began, 0, 0, size, output or 0, group,
-            self.text(operation), self.text(dtype), where, number, turn, batch,
-            self.text(reduction), -1 if peer is None else peer, dimensions,
-            0 if output is None else _KNOWN_OUTPUT, *kept, *_PADDING[dimensions],
+            shape = (*shape[: _MOST_DIMENSIONS - 1], rest)
+        dimensions = len(shape)
+        _ROW.pack_into(
+            self.memory, self._rows_at + at % self.capacity * _ROW.size, at, began, 0, 0, size,
+            output or 0, tag, group, kind, stack, number, turn, batch, len(sizes),
+            -1 if peer is None else peer, dimensions, 0 if output is None else KNOWN_OUTPUT,
+            thread, *shape, *_PADDING[dimensions],
         )  # fmt: skip
-        self.total = at + 1
-        _COUNT.pack_into(self.memory, _TOTAL, at + 1)
+        self.rows, self.calls = at + 1, self.calls + 1
+        for first in range(0, len(sizes), _SIZES_A_ROW):
+            self._add_more(_SIZES, sizes[first : first + _SIZES_A_ROW])
+        _TWO_COUNTS.pack_into(self.memory, _TOTALS, self.rows, self.calls)
         return at
+
+    def step(self, number: int, when: int) -> None:
+        """Note that a training step begins."""
+        if self._has_room(1):
+            self._add_more(_STEP, (number, when))
+            _COUNT.pack_into(self.memory, _TOTALS, self.rows)
+
+    def _add_more(self, kind: int, values: Sequence[int]) -> None:
+        at = self._rows_at + self.rows % self.capacity * _ROW.size
+        rest = (0,) * (_SIZES_A_ROW - len(values))
+        _MORE.pack_into(self.memory, at, self.rows | kind, *values, *rest)
+        self.rows += 1
+
+    def _has_room(self, rows: int) -> bool:
+        last = min(self.rows + rows, self.capacity)
+        return not self._lost and self._reserve(self._rows_at, last * _ROW.size)
 
     def issued(self, call: int, when: int) -> None:
         self._stamp(call, _ISSUED, when)
@@ -199,20 +235,26 @@ class Ring:
     def ended(self, call: int, when: int) -> None:
         self._stamp(call, _ENDED, when)
 
-    def waits(self, call: int, on: bool) -> None:
+    def waits(self, call: int, on: bool, thread: int = 0) -> None:
         """Set or clear the mark that a thread waits in this call."""
         if self._has(call):
-            at = _RECORDS_AT + call % self.capacity * _RECORD.size + _STATE
-            self.memory[at] = self.memory[at] & ~_WAITED | on
+            at = self._rows_at + call % self.capacity * _ROW.size + _MARKS
+            marks = self.memory[at] & ~WAITED | on
+            _MARKS_AND_THREAD.pack_into(self.memory, at, marks, thread)
+
+    def raised(self, call: int) -> None:
+        """Mark a call that was not issued."""
+        if self._has(call):
+            self.memory[self._rows_at + call % self.capacity * _ROW.size + _MARKS] |= RAISED
 
     def _stamp(self, call: int, field: int, when: int) -> None:
         if self._has(call):
-            at = _RECORDS_AT + call % self.capacity * _RECORD.size + field
+            at = self._rows_at + call % self.capacity * _ROW.size + field
             _COUNT.pack_into(self.memory, at, when)
 
     def _has(self, call: int) -> bool:
         """Whether a call is kept."""
-        return max(self.total - self.capacity, 0) <= call < self.total
+        return max(self.rows - self.capacity, 0) <= call < self.rows
 
     def _reserve(self, part: int, size: int) -> bool:
         """Allocate disk blocks for the first bytes of a part; return False if the disk is full.
@@ -226,108 +268,119 @@ class Ring:
             return self.path is None
         try:
             if _allocate is not None:
-                _allocate(self._file, part + reserved, size - reserved + _STEP)
+                _allocate(self._file, part + reserved, size - reserved + _RESERVED)
         except OSError:
             return False
-        self._reserved[part] = size + _STEP
+        self._reserved[part] = size + _RESERVED
         return True
-
-    # -- reading ------------------------------------------------------------------------
-
-    def as_dict(self, last: int | None = None) -> dict[str, Any]:
-        """All of it, as a file in JSON holds it.
-
-        Args:
-            last: number of calls of each group, at most; None: all in the ring.
-        """
-        self.touch()
-        return read(self.memory, last)
 
 
 _PADDING = tuple((0,) * (_MOST_DIMENSIONS - n) for n in range(_MOST_DIMENSIONS + 1))
+_TWO_COUNTS = struct.Struct("<QQ")
+_MARKS_AND_THREAD = struct.Struct("<BH")
 
 
 def _full(path: Path) -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
-def load(path: Path) -> dict[str, Any]:
-    """Read the file of a process, however it ended.
+def format_of(data: bytes) -> int | None:
+    """The version of a ring's format; None: it is no ring."""
+    number = data[len(_MAGIC) : len(MAGIC)].strip()
+    return int(number) if data.startswith(_MAGIC) and number.isdigit() else None
+
+
+class Contents:
+    """The contents of a ring at one moment.
+
+    Args:
+        memory: of a ring, or the bytes of its file.
 
     Raises:
-        OSError: it cannot be read.
         ValueError: it is no ring, or was cut off.
     """
-    try:
-        return read(path.read_bytes(), None)
-    except (IndexError, KeyError, TypeError) as error:
-        raise ValueError(f"its contents do not fit together: {error!r}") from error
 
+    def __init__(self, memory: bytes | mmap.mmap) -> None:
+        if len(memory) < _TABLE_AT or memory[: len(MAGIC)] != MAGIC:
+            raise ValueError("it does not begin as a ring of commgrid's does")
+        _, capacity, total, self.calls, used, rows_at, self.state, lost, self.wall, now = (
+            _HEAD.unpack_from(memory)
+        )
+        rows = min(total, capacity)
+        if rows_at < _TABLE_AT + used or len(memory) < rows_at + rows * _ROW.size:
+            raise ValueError("it was cut off")
+        self.lost, self.monotonic = bool(lost), now
+        self.entries: list[tuple[int, Any]] = []
+        """The count and the values of each entry."""
+        at = _TABLE_AT
+        while at < _TABLE_AT + used:
+            count, size = _ENTRY.unpack_from(memory, at)
+            at += _ENTRY.size + size
+            self.entries.append((count, json.loads(memory[at - size : at])))
+        held = bytes(memory[rows_at : rows_at + rows * _ROW.size])
+        found = ((_COUNT.unpack_from(held, at)[0], at) for at in range(0, len(held), _ROW.size))
+        # The oldest may be half written over: it has the number of the next.
+        self.rows = sorted(
+            (number & ~_KINDS, number & _KINDS, held[at : at + _ROW.size])
+            for number, at in found
+            if number & ~_KINDS < total
+        )
+        """Number, kind (0: a call) and bytes."""
+        self._total = total
 
-def read(memory: bytes | mmap.mmap, last: int | None) -> dict[str, Any]:
-    """A ring's calls and what they refer to; times in nanoseconds of a clock that `wall` tells.
+    def noted(self, what: str) -> list[Any]:
+        """The values of the last entry of a kind; empty: there is none."""
+        found = (values[1:] for _, values in reversed(self.entries) if values[0] == what)
+        return next(found, [])
 
-    Raises:
-        ValueError: it is no ring.
-    """
-    if len(memory) < _RECORDS_AT or memory[: len(MAGIC)] != MAGIC:
-        raise ValueError("it does not begin as a ring of commgrid's does")
-    _, capacity, total, used, over, wall, monotonic, pid = _HEAD.unpack_from(memory)
-    if len(memory) < _RECORDS_AT + capacity * _RECORD.size or used > _MOST_TEXT:
-        raise ValueError("it was cut off")
-    lines = bytes(memory[_TEXTS_AT : _TEXTS_AT + used]).splitlines()
-    texts = [json.loads(line) for line in lines]
-    groups: dict[int, str] = {}
-    held: dict[str, Any] = {
-        "format": FORMAT, "rank": 0, "wall": wall, "monotonic": monotonic, "dropped": 0,
-        "members": {}, "over": bool(over), "pid": pid, "waits": [], "entered": {}, "since": {},
-        "batches": [], "job": "", "calls": [],
-    }  # fmt: skip
-    for text in texts:
-        if not isinstance(text, list):
-            continue
-        what, *rest = text
-        if what == "group":
-            groups.setdefault(rest[1], rest[0])
-        elif what in ("members", "since"):
-            held[what][rest[0]] = rest[1]
-        else:
-            held[what] = rest[0]
-    for number, name in groups.items():
-        (count,) = _COUNT.unpack_from(memory, _COUNTS_AT + number * _COUNT.size)
-        if count:
-            held["entered"][name] = count
-    batches: dict[tuple[int, str], list[Any]] = {}
-    kept: dict[int, int] = {}
-    first = max(total - capacity, 0)
-    for row in reversed(list(_rows(memory, capacity, first, total))):
-        _, began, issued, ended, size, output, group, operation, dtype = row[:9]
-        where, number, turn, batch, reduction, peer, dimensions, state, *shape = row[9:]
-        kept[group] = kept.get(group, 0) + 1
-        if last is not None and kept[group] > last:
-            continue
-        name = groups.get(group, "?")
-        is_present = began >= held["since"].get(name, 0)
-        held["calls"].append(
-            [name, number, texts[operation], shape[:dimensions], texts[dtype], size,
-             None if peer < 0 else peer, texts[where], began, issued or None, ended or None, turn,
-             output if state & _KNOWN_OUTPUT else None, texts[reduction]]
+    def unpacked(self) -> tuple[list[tuple[Any, ...]], list[tuple[int, int]]]:
+        """Return the rows of calls, each with its sizes as the last value, and the steps."""
+        calls: list[tuple[Any, ...]] = []
+        steps = []
+        for _, kind, data in self.rows:
+            if kind == _STEP:
+                steps.append(_MORE.unpack(data)[1:3])
+            elif not kind:
+                calls.append((*_ROW.unpack(data), []))
+            elif calls:  # else its call was written over
+                count, sizes = calls[-1][_SIZES_AT], calls[-1][-1]
+                sizes += _MORE.unpack(data)[1 : 1 + count - len(sizes)]
+        return calls, steps
+
+    def packed(self, last: int | None = None) -> bytes:
+        """Return a copy of the ring without unused space, which no process writes to.
+
+        Args:
+            last: number of calls of each group, at most; None: all.
+        """
+        kept: list[bytes] = []
+        counts: dict[int, int] = {}
+        used, sizes = {0}, list[bytes]()
+        for _, row_kind, data in reversed(self.rows):
+            if row_kind == _SIZES:
+                sizes.append(data)
+                continue
+            if not row_kind:
+                group, kind, stack = _ROW.unpack(data)[7:10]
+                counts[group] = counts.get(group, 0) + 1
+                if last is None or counts[group] <= last:
+                    kept += [*sizes, data]
+                    used |= {kind, stack}
+            else:
+                kept.append(data)
+            sizes = []
+        for number in list(used):
+            values = self.entries[number][1]
+            used.update(values[1] if values[0] == "stack" else ())
+        entries = []
+        for number, (count, values) in enumerate(self.entries):
+            is_needed = number in used or values[0] not in ("kind", "place", "stack")
+            text = json.dumps(values if is_needed else ["none"]).encode()
+            entries.append(_ENTRY.pack(count, len(text)) + text)
+        table = b"".join(entries)
+        state = COPIED if self.state == ALIVE else self.state
+        head = _HEAD.pack(
+            MAGIC, len(kept), self._total, self.calls, len(table), _TABLE_AT + len(table), state,
+            self.lost, self.wall, self.monotonic,
         )  # fmt: skip
-        if state & _WAITED and not ended and is_present:
-            held["waits"].append([name, number])
-        if batch and is_present:
-            batches.setdefault((batch, name), [name, number, number])[1] = number
-    held["calls"].reverse()
-    held["waits"].reverse()
-    held["batches"] = list(batches.values())[::-1]
-    held["dropped"] = total - len(held["calls"])
-    return held
-
-
-def _rows(
-    memory: bytes | mmap.mmap, capacity: int, first: int, total: int
-) -> Iterator[tuple[Any, ...]]:
-    for number in range(first, total):
-        row = _RECORD.unpack_from(memory, _RECORDS_AT + number % capacity * _RECORD.size)
-        if row[0] == number:  # the oldest may be half written over
-            yield row
+        return head.ljust(_TABLE_AT, b"\0") + table + b"".join(reversed(kept))

@@ -36,6 +36,8 @@ class Trace:
         job: what all ranks of one job call it, and no other job; "": not recorded.
         knows_waits: whether `Call.waiting` was recorded; torch's flight recorder does not.
         steps: where training steps began: number, and seconds of the wall clock.
+        lost: whether calls are missing that could not be written down, as on a full disk; what the
+            rank has issued since is not known.
         stacks: where the threads of the process are, as `faulthandler` writes it; "": not known.
     """
 
@@ -52,4 +54,5 @@ class Trace:
     job: str = ""
     knows_waits: bool = True
     steps: tuple[tuple[int, float], ...] = ()
+    lost: bool = False
     stacks: str = ""

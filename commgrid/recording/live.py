@@ -440,7 +440,7 @@ def follow(verify: str | None, grid: ObservedGrid) -> None:
 
 def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
-    recorder.follow(trace, grid.rank, grid.members_of_communicators)
+    recorder.follow(trace, grid)
     records = recorder.current()
     ring = records.ring.path if records is not None else None
     identity = f"{grid.identity}"

@@ -16,19 +16,21 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch.distributed as dist
 
+from commgrid.call_records.call import Group
 from commgrid.health.frames import OWN, is_ours, is_programs
-from commgrid.layout.rank_text import describe_ranks
 from commgrid.torch_compat import interposer as torch_calls
-from commgrid.torch_compat.interposer import ByIdentity
+from commgrid.torch_compat.groups import backend_of
+from commgrid.torch_compat.world import world_key
 
 _GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
 _WAITED_FOR = "its_group"  # the argument of functions that only wait, whose names say nothing
+_MOST_PLACES = 16  # of a stack, the innermost ones
+_MOST_STACKS = 10_000  # that are known at a time
 _PASSES_ON = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 """Flags of a function with the arguments of any other, such as a decorator's wrapper."""
 
@@ -115,53 +117,28 @@ def _group_of(frame: FrameType, names: Sequence[str] = _GROUPS) -> dist.ProcessG
     return None
 
 
-class GroupNames:
-    """Names of groups: commgrid's for its communicators, torch's for others.
+def group_of(its_group: dist.ProcessGroup) -> Group:
+    """A communicator as records know it: commgrid's names for its own, torch's for others.
 
-    Args:
-        met: called with a new name and its ranks.
+    The key has torch's name, which all members know, and the world, as another may have it too.
     """
-
-    def __init__(self, met: Callable[[str, Sequence[int]], object] = lambda name, ranks: None):
-        self.members: dict[str, list[int]] = {}
-        self._met = met
-        self._names: ByIdentity[str] = ByIdentity()
-
-    def __call__(self, group: dist.ProcessGroup) -> str:
-        name = self._names.get(group)
-        if name is None:
-            ranks = list(dist.get_process_group_ranks(group))
-            name = _called(group)
-            if self.members.get(name, ranks) != ranks:  # another group's
-                name = f"{name} of {describe_ranks(ranks)}"
-            self.meet(name, ranks)
-            self._names[group] = name
-        return name
-
-    def meet(self, name: str, ranks: Sequence[int]) -> None:
-        """Note the ranks of a group."""
-        if self.members.get(name) != list(ranks):
-            self.members[name] = list(ranks)
-            self._met(name, self.members[name])
-
-
-def _called(group: dist.ProcessGroup) -> str:
-    """The names of a communicator of commgrid's, which its description holds, or torch's own."""
-    described, name = group.group_desc, group.group_name
+    name = described = backend = ""
+    ranks: tuple[int, ...] = ()
+    with suppress(RuntimeError, ValueError, KeyError):  # torch does not know of it, or not any more
+        name, described = its_group.group_name, its_group.group_desc
+        ranks = tuple(dist.get_process_group_ranks(its_group))
+        backend = backend_of(its_group)
+    called = described
     if described in ("", "undefined"):
-        return name
-    owner = name.split("/", 2)[1] if name.startswith("commgrid/") else "default"
-    return described if owner == "default" else f"{owner}:{described}"
+        called = name or "?"
+    elif name.startswith("commgrid/") and (owner := name.split("/", 2)[1]) != "default":
+        called = f"{owner}:{described}"
+    return Group(called, ranks, f"{name}@{world_key()}", backend)
 
 
 def place_of(code: CodeType | None, line: int) -> str:
     """File, line and function of a call."""
-    return "?" if code is None else f"{_name_of(code.co_filename)}:{line} {code.co_name}"
-
-
-@cache
-def _name_of(file: str) -> str:
-    return Path(file).name
+    return "?" if code is None else f"{Path(code.co_filename).name}:{line} {code.co_name}"
 
 
 _PROGRAM, _OWN, _OTHER = 1, 2, 3
@@ -173,17 +150,22 @@ def caller() -> tuple[CodeType | None, int]:
 
     On threads without one, such as autograd's, it is the innermost frame of commgrid.
     """
-    own: tuple[CodeType | None, int] = (None, 0)
-    each: FrameType | None = sys._getframe(2)
-    while each is not None:
-        code = each.f_code
+    each = next(iter(_program(sys._getframe(2))), None)
+    return (None, 0) if each is None else each
+
+
+def _program(frame: FrameType | None) -> list[tuple[CodeType, int]]:
+    """The program's frames from the innermost on; without any, that of commgrid."""
+    found, own = list[tuple[CodeType, int]](), list[tuple[CodeType, int]]()
+    while frame is not None:
+        code = frame.f_code
         kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
         if kind == _PROGRAM:
-            return code, each.f_lineno
-        if kind == _OWN and own[0] is None:
-            own = code, each.f_lineno
-        each = each.f_back
-    return own
+            found.append((code, frame.f_lineno))
+        elif kind == _OWN and not own:
+            own.append((code, frame.f_lineno))
+        frame = frame.f_back
+    return found or own
 
 
 def _kind(file: str) -> int:
@@ -194,3 +176,41 @@ def _kind(file: str) -> int:
         kind = _OWN
     _kinds[file] = kind
     return kind
+
+
+class Stacks:
+    """Numbers of stacks, by the instruction of each frame.
+
+    Args:
+        number: returns the number of a new stack, given file, line and function of each of the
+            program's frames from the outermost on.
+    """
+
+    def __init__(self, number: Callable[[list[tuple[str, int, str]]], int]) -> None:
+        self._number = number
+        # The code objects are kept, so that no other gets the address of one.
+        self._held: dict[tuple[int, ...], tuple[int, list[CodeType]]] = {}
+
+    def __call__(self) -> int:
+        """Return the number of the stack from which the caller was called."""
+        key: list[int] = []
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            key += (id(frame.f_code), frame.f_lasti)
+            frame = frame.f_back
+        held = self._held.get(tuple(key))
+        return self._new(tuple(key), sys._getframe(2)) if held is None else held[0]
+
+    def _new(self, key: tuple[int, ...], frame: FrameType | None) -> int:
+        places = [
+            (code.co_filename, line, code.co_name) for code, line in _program(frame)[:_MOST_PLACES]
+        ]
+        number = self._number(places[::-1])
+        codes = []
+        while frame is not None:
+            codes.append(frame.f_code)
+            frame = frame.f_back
+        if len(self._held) >= _MOST_STACKS:
+            self._held.clear()
+        self._held[key] = number, codes
+        return number

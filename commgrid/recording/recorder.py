@@ -6,30 +6,33 @@ A record is made before the call, so a call that hangs is in the ring, its commu
 from __future__ import annotations
 
 import atexit
-import json
+import itertools
 import os
+import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import CodeType
-from typing import Any, Protocol
+from typing import NamedTuple, Protocol
 
 import torch.distributed as dist
 
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.call_records.ring import Ring
-from commgrid.errors import CommGridError
+from commgrid.call_records.processes import boot, space_of_pids, started
+from commgrid.call_records.ring import ENDED, STOPPED, Contents, Ring
+from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
 from commgrid.health.detector import Watch
-from commgrid.recording.places import GroupNames, caller, place_of
+from commgrid.recording.places import Stacks, group_of
 from commgrid.recording.stacks import Termination
 from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat.interposer import ByIdentity
+from commgrid.torch_compat.peer_errors import is_peer_failure
+from commgrid.version import VERSION
 
 CAPACITY = 100_000
-"""Records that are kept, the last ones; 128 bytes each."""
+"""Records that are kept, the last ones; 136 bytes each."""
 
 
 class ObservedGroup(Protocol):
@@ -58,8 +61,58 @@ class ObservedGrid(Protocol):
     def timeout(self) -> float | None: ...
     @property
     def watch(self) -> Watch | None: ...
-    def members_of_communicators(self) -> dict[str, list[int]]: ...
     def before_destroy(self, callback: Callable[[], object], /) -> None: ...
+
+
+class _Turns:
+    """How many calls of one kind a rank has issued on a communicator.
+
+    Args:
+        entry: of the ring, which holds the count too.
+    """
+
+    __slots__ = ("count", "entry")
+
+    def __init__(self, entry: int) -> None:
+        self.entry, self.count = entry, 0
+
+
+class _Channel(_Turns):
+    """A communicator, and its collectives.
+
+    Args:
+        entry: of the ring.
+    """
+
+    __slots__ = ("calls", "pairs")
+
+    def __init__(self, entry: int) -> None:
+        super().__init__(entry)
+        self.calls = 0  # of all kinds
+        self.pairs: dict[tuple[str, int | None, int], _Turns] = {}
+
+
+class Begun(NamedTuple):
+    """A call that is being issued.
+
+    Args:
+        row: of the ring; -1: it is not recorded.
+        channel: its communicator.
+        turns: what it is counted by.
+        turn: its number among these.
+    """
+
+    row: int
+    channel: _Channel
+    turns: _Turns
+    turn: int
+
+
+class _Thread(threading.local):
+    """The number of a thread, from 0 on in the order of their first calls."""
+
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self.number = next(numbers) & 0xFFFF
 
 
 class Recorder:
@@ -71,17 +124,19 @@ class Recorder:
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.ring = Ring(capacity)
+        pid, host, its_boot = os.getpid(), socket.gethostname(), boot()
+        host = f"{host} {its_boot[:8]}".rstrip()  # two hosts may have one name
+        self.ring.note("process", pid, started(pid), its_boot, space_of_pids(), host, VERSION)
         self.paused = False
         """Whether nothing is recorded until the next grid is made."""
         self.rank = 0
-        self._called = GroupNames(lambda name, ranks: self.ring.note("members", name, ranks))
         self._job = ""
         self._termination: Termination | None = None
-        self._numbers: dict[str, int] = {}
-        self._turns: dict[tuple[str, str, int | None], int] = {}
-        # By file too: code objects of two files may be equal.
-        self._places: dict[tuple[str, CodeType | None, int], int] = {}
-        self._waits: dict[int, int] = {}
+        self._channels: ByIdentity[_Channel] = ByIdentity()
+        self._by_key: dict[tuple[str, tuple[int, ...]], _Channel] = {}
+        self._stacks = Stacks(self._number_of)
+        self._thread = _Thread(itertools.count())
+        self._waits: dict[int, int] = {}  # by thread
         self._batched: dict[int, list[int]] = {}  # of batches that are being started
         self._together: dict[int, list[int]] = {}  # by the last call of a batch, the others
         self._pending: ByIdentity[int] = ByIdentity()
@@ -99,38 +154,35 @@ class Recorder:
                 self.ring.note("job", name)
             self._job = name
 
-    def as_dict(self, last: int | None = None) -> dict[str, Any]:
-        """All of it, as a file holds it; times in nanoseconds of a clock that `wall` tells.
+    def contents(self, last: int | None = None) -> bytes:
+        """Return a copy of the ring, which `call_records.files.parse` reads.
 
         Args:
-            last: number of calls of each communicator, at most; None: all in the ring.
+            last: number of calls of each communicator, at most; None: all.
         """
         with self._lock:
-            return self.ring.as_dict(last)
+            self.ring.touch()
+            return Contents(self.ring.memory).packed(last)
 
-    def meet(self, rank: int, members: Mapping[str, Sequence[int]]) -> None:
-        """Notes the communicators of a grid that was made, and counts their calls from here.
-
-        Before a failure, ranks may have issued different calls on other groups of these names.
-        """
+    def meet(self, grid: ObservedGrid) -> None:
+        """Note the communicators of a grid, and record again after a failure."""
         with self._lock:
             self.paused = False
-            self.set_rank(rank)
-            now = time.perf_counter_ns()
-            for name, ranks in members.items():
-                self._called.meet(name, ranks)
-                if name in self._numbers:
-                    self.ring.note("since", name, now)
-                    self.ring.entered(self.ring.group(name), 0)
-                    del self._numbers[name]
-            self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}
-            self._waits.clear()
+            self.set_rank(grid.rank)
+            for each in grid.communicators:
+                if not each.suspended:
+                    self._channel(each.group)
 
     def set_rank(self, rank: int) -> None:
         """Note which rank this process is."""
         if rank != self.rank:
             self.ring.note("rank", rank)
         self.rank = rank
+
+    def step(self, number: int) -> None:
+        """Note that a training step begins."""
+        with self._lock:
+            self.ring.step(number, time.perf_counter_ns())
 
     def keep_in(self, folder: Path) -> None:
         """Have the ring in a file from now on, `rank_00003.ring`, which outlives the process.
@@ -145,8 +197,9 @@ class Recorder:
             try:
                 before, self.ring = self.ring, self.ring.moved(path)
                 before.close()
-                path.with_suffix(".json").unlink(missing_ok=True)  # of an earlier run
                 with suppress(OSError):
+                    if before.path is not None and before.path.parent == folder:
+                        before.path.unlink()  # of the rank that this process was
                     self._forget_termination()
                     self._termination = Termination(path.with_suffix(".sigterm"))
             except OSError as error:
@@ -165,81 +218,116 @@ class Recorder:
             self._termination.unregister()
             self._termination = None
 
-    def close(self) -> None:
-        """Write nothing more."""
+    def end(self, state: int) -> None:
+        """Write nothing more than how the process ends."""
+        self.ring.end(state)
         self._forget_termination()
         self.ring.close()
 
     def save(self, folder: Path) -> Path:
-        """Writes `rank_00003.json` into a folder, which is made if need be.
+        """Writes `rank_00003.ring` into a folder, which is made if need be.
 
         Raises:
             CommGridError: it cannot be written.
         """
-        path = folder / f"rank_{self.rank:05}.json"
+        path = folder.absolute() / f"rank_{self.rank:05}.ring"
+        if self.ring.path is not None and path.resolve() == self.ring.path.resolve():
+            return path  # where all is already
         half = path.with_suffix(".half")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            half.write_text(json.dumps(self.as_dict()), encoding="utf-8")
+            half.write_bytes(self.contents())
             half.rename(path)
         except OSError as error:
             raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
-    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> int:
+    # -- a call, from its beginning to its end ------------------------------------------
+
+    def _channel(self, its_group: dist.ProcessGroup) -> _Channel:
+        """The record of a communicator, which a resumed group continues."""
+        found = self._channels.get(its_group)
+        if found is None:
+            group = group_of(its_group)
+            of = group.key, group.ranks
+            found = self._by_key.get(of)
+            if found is None:
+                entry = self.ring.entry("group", group.name, group.ranks, group.key, group.backend)
+                found = self._by_key[of] = _Channel(entry)
+            self._channels[its_group] = found
+        return found
+
+    def _number_of(self, places: list[tuple[str, int, str]]) -> int:
+        """The ring's number of a stack; 0: there is no room, or no place."""
+        numbers = tuple(self.ring.entry("place", *place) for place in places)
+        return self.ring.entry("stack", numbers) if numbers and all(numbers) else 0
+
+    def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Begun | None:
         if self.paused:
-            return -1
-        place = caller()
+            return None
         with self._lock:
-            name, ring = self._called(its_group), self.ring
-            is_transfer = made.operation in TRANSFERS
-            of = (name, made.operation, made.peer) if is_transfer else (name, "", None)
-            code, line = place
-            at = "" if code is None else code.co_filename, code, line
-            where = self._places.get(at)
-            if where is None:
-                where = self._places[at] = ring.text(place_of(code, line))
-            number, turn = self._numbers.get(name, 0), self._turns.get(of, 0)
-            self._numbers[name], self._turns[of] = number + 1, turn + 1
-            group = ring.group(name)
-            if not is_transfer:
-                ring.entered(group, turn + 1)
-            return ring.add(
-                group, number, made.operation, made.shape, made.dtype, made.size, made.output,
-                made.peer, where, time.perf_counter_ns(), turn,
-                torch_calls.batch() if is_transfer else 0, made.reduction,
+            stack, operation, ring = self._stacks(), made.operation, self.ring
+            channel = self._channel(its_group)
+            turns: _Turns = channel
+            batch = 0
+            if operation in TRANSFERS:
+                batch, of = torch_calls.batch(), (operation, made.peer, made.tag)
+                if of not in channel.pairs:
+                    channel.pairs[of] = _Turns(ring.entry("pair", channel.entry, *of))
+                turns = channel.pairs[of]
+            turn = turns.count
+            row = ring.add(
+                channel.entry, channel.calls,
+                ring.entry("kind", operation, made.dtype, made.reduction), made.shape, made.size,
+                made.output, made.peer, stack, time.perf_counter_ns(), turn, batch, made.tag,
+                self._thread.number, made.sizes,
             )  # fmt: skip
+            channel.calls += 1
+            turns.count = turn + 1
+            ring.count(turns.entry, turn + 1)
+            return Begun(row, channel, turns, turn)
 
     def issued(self, call: object, work: dist.Work | None) -> None:
-        assert isinstance(call, int)
-        if call < 0:
+        if not isinstance(call, Begun) or call.row < 0:
             return
-        now = time.perf_counter_ns()
+        row, now = call.row, time.perf_counter_ns()
         with self._lock:
-            self.ring.issued(call, now)
+            self.ring.issued(row, now)
             batch = torch_calls.batch()
             if work is None and batch:  # NCCL has one work for all, which the last call gets
-                self._batched.setdefault(batch, []).append(call)
+                self._batched.setdefault(batch, []).append(row)
             elif work is None:
-                self.ring.ended(call, now)
+                self.ring.ended(row, now)
             elif others := self._batched.pop(batch, None):
-                self._together[call] = others
+                self._together[row] = others
         if work is not None:
-            self._pending[work] = call
+            self._pending[work] = row
 
     def failed(self, call: object) -> None:
-        """Its record stays without an end."""
+        """Take back a call that torch has refused: made again, it has the same turn.
+
+        A call that has failed because of a peer stays, without an end, since peers may wait in it.
+        """
+        error = sys.exc_info()[1]
+        if not isinstance(call, Begun) or (error is not None and _is_of_peers(error)):
+            return
+        with self._lock:
+            self.ring.raised(call.row)
+            if call.turns.count == call.turn + 1:
+                call.turns.count = call.turn
+                call.channel.calls -= 1
+                self.ring.count(call.turns.entry, call.turn)
 
     def waits(self, work: dist.Work) -> None:
         call = self._pending.get(work)
         if call is not None and not self.paused:
-            thread = threading.get_ident()
+            thread = self._thread.number
             with self._lock:
                 before = self._waits.get(thread)
                 if before is not None:  # a wait that has failed, and is over
                     self.ring.waits(before, False)
                 self._waits[thread] = call
-                self.ring.waits(call, True)
+                self.ring.waits(call, True, thread)
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         if failed:
@@ -250,13 +338,19 @@ class Recorder:
                 now = time.perf_counter_ns()
                 for each in (call, *self._together.pop(call, ())):
                     self.ring.ended(each, now)
-                self._waits.pop(threading.get_ident(), None)
+                self._waits.pop(self._thread.number, None)
+
+
+def _is_of_peers(error: BaseException) -> bool:
+    """Whether a call has raised because of another rank, so that it may have been issued."""
+    peers = dist.DistError, PeerFailedError, PeerTimeoutError, GridMismatchError
+    return isinstance(error, peers) or is_peer_failure(error)
 
 
 _current: list[Recorder] = []
 
 
-def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]]) -> None:
+def follow(asked: bool, grid: ObservedGrid) -> None:
     """Start recording if asked to or COMMGRID_TRACE is set, and note a grid's communicators.
 
     `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` has the records in a file there, which
@@ -264,8 +358,7 @@ def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]
 
     Args:
         asked: whether the program does.
-        rank: of this process.
-        members: returns those of the grid's communicators.
+        grid: which was made.
     """
     folder = folder_of_environment()
     is_on = os.environ.get("COMMGRID_TRACE", "") not in ("", "0")
@@ -273,15 +366,15 @@ def follow(asked: bool, rank: int, members: Callable[[], Mapping[str, list[int]]
     if recorder is None:
         return
     torch_calls.listen(recorder)  # it may have rested since the last grid
-    recorder.meet(rank, members())
+    recorder.meet(grid)
     if folder is not None:
         try:
             recorder.keep_in(folder.absolute())
         except CommGridError as error:
             print(f"commgrid: the trace is kept in memory only: {error}", file=sys.stderr)
         # The last registered is the first called: while torch.distributed is still up.
-        atexit.unregister(_save_at_exit)
-        atexit.register(_save_at_exit, recorder, folder.absolute())
+        atexit.unregister(_end_at_exit)
+        atexit.register(_end_at_exit, recorder)
 
 
 def folder_of_environment() -> Path | None:
@@ -290,17 +383,16 @@ def folder_of_environment() -> Path | None:
     return Path(named) if named not in ("", "0", "1") else None
 
 
-def _save_at_exit(recorder: Recorder, folder: Path) -> None:
+def _end_at_exit(recorder: Recorder) -> None:
     error = getattr(sys, "last_exc", getattr(sys, "last_value", None))
-    if not isinstance(error, KeyboardInterrupt):  # after Ctrl-C no rank has ended too early
-        recorder.ring.end()
-    recorder.close()
-    try:
-        saved = recorder.save(folder)
-        if recorder.ring.path is not None:
-            saved.with_suffix(".ring").unlink(missing_ok=True)  # which it holds whole
-    except CommGridError as error:
-        print(f"commgrid: the trace is lost: {error}", file=sys.stderr)
+    # After Ctrl-C no rank has ended too early.
+    recorder.end(STOPPED if isinstance(error, KeyboardInterrupt) else ENDED)
+
+
+def end_stopped() -> None:
+    """Note that this process ends since it was told to, by Ctrl-C or SIGTERM."""
+    for each in _current:
+        each.ring.end(STOPPED)
 
 
 def start(capacity: int = CAPACITY) -> Recorder:
@@ -339,7 +431,7 @@ def _leave_to_parent() -> None:
         each.paused = True
         each.leave_to_parent()
     _current.clear()
-    atexit.unregister(_save_at_exit)
+    atexit.unregister(_end_at_exit)
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,7 +1,7 @@
 """Ask every rank for its records, also while main threads hang.
 
     rank 1: diagnose() ──► the store: question 3 ──► a thread of each rank ──► its last calls
-    kill -USR1 ──► a thread of the rank ──► rank_00003.json, rank_00003.stacks
+    kill -USR1 ──► a thread of the rank ──► rank_00003.ring, rank_00003.stacks
 
 Each recording process has a thread for it. It looks for questions at the store, over a connection
 of its own (`commgrid.rendezvous.remote_questions`), and for stacks that a signal has had written.
@@ -10,7 +10,6 @@ of its own (`commgrid.rendezvous.remote_questions`), and for stacks that a signa
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import sys
 import threading
@@ -26,7 +25,6 @@ from commgrid.call_analysis.diagnosis import PATIENCE
 from commgrid.call_analysis.diagnosis import diagnose as judge
 from commgrid.call_analysis.finding import Diagnosis
 from commgrid.call_records import files as trace_files
-from commgrid.call_records.trace import Trace
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.recorder import Recorder
@@ -81,13 +79,13 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
             "commgrid.diagnose: this process does not record its calls; "
             "commgrid.initialize(trace=True) or COMMGRID_TRACE=1 on every rank lets it"
         )
-    found = [trace_files.parse(own.as_dict(LAST))]
+    found = [own.contents(LAST)]
     if torch_world.is_initialized() and torch_world.world_size() > 1:
         found += _others(own.rank, timeout)
-    return judge(found, patience)
+    return judge(trace_files.parse(found), patience)
 
 
-def _others(rank: int, timeout: float) -> list[Trace]:
+def _others(rank: int, timeout: float) -> list[bytes]:
     """Return the records that other ranks send in time."""
     with suppress(RuntimeError):  # the store has gone with the rank that served it
         driver = _driver(_connection(torch_world.world_store()))
@@ -96,7 +94,7 @@ def _others(rank: int, timeout: float) -> list[Trace]:
             answers = driver.run(asking.ask(timeout))
         finally:
             driver.close()
-        return [trace_files.parse(json.loads(zlib.decompress(each))) for each in answers.values()]
+        return [zlib.decompress(each) for each in answers.values()]
     return []
 
 
@@ -113,8 +111,8 @@ def packed(own: Recorder) -> bytes:
     """Return a rank's last calls, in at most `MOST_BYTES`."""
     last = LAST
     while True:
-        data = zlib.compress(json.dumps(own.as_dict(last)).encode(), 1)
-        if len(data) <= MOST_BYTES or last <= 1:
+        data = zlib.compress(own.contents(last), 1)
+        if len(data) <= MOST_BYTES or last < 1:
             return data
         last //= 2
 

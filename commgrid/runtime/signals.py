@@ -12,6 +12,8 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from commgrid.recording import recorder
+
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -47,6 +49,7 @@ def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
     def watch() -> None:
         while number := reader.recv(1):
             if number[0] in before:
+                recorder.end_stopped()
                 tell(signal.Signals(number[0]).name)
                 os._exit(128 + number[0])
 

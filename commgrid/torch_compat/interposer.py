@@ -26,6 +26,7 @@ from torch import Tensor
 from commgrid.call_records.operations import Alike, Operation, alike, methods
 from commgrid.torch_compat import mesh
 from commgrid.torch_compat.mesh import Replaced, replace
+from commgrid.torch_compat.world import seeing
 
 
 class Arguments(NamedTuple):
@@ -37,6 +38,8 @@ class Arguments(NamedTuple):
         peer: group rank of a transfer's other side, or of the root of a collective with one.
         output: bytes that the rank gets, where all ranks have to get as many.
         reduction: such as `SUM`; "": nothing is reduced.
+        tag: of a message on gloo; 0 on backends that match messages by order alone.
+        sizes: bytes that an all-to-all sends to each member.
     """
 
     operation: str
@@ -44,6 +47,8 @@ class Arguments(NamedTuple):
     peer: int | None
     output: int | None
     reduction: str
+    tag: int = 0
+    sizes: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -217,6 +222,8 @@ def _put_in_place() -> None:
         if name in vars(dist.ProcessGroup):  # some are of later versions of torch
             method = getattr(dist.ProcessGroup, name)
             _replace(dist.ProcessGroup, name, _telling(method, operation))
+    module = dist.distributed_c10d
+    _replace(module, "_update_default_pg", seeing(module._update_default_pg))
     kinds: list[Any] = [dist.Work, *dist.Work.__subclasses__()]
     for kind in kinds:
         if "wait" in vars(kind):  # that of the fake world has its own

@@ -6,10 +6,13 @@ removed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import wraps
 from importlib.metadata import entry_points
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -32,6 +35,38 @@ FAKE = "fake"
 def is_initialized() -> bool:
     """Whether torch.distributed is up."""
     return dist.is_available() and bool(dist.is_initialized())
+
+
+class _World:
+    """The present world: its process group, its number in this process, and its name."""
+
+    group: ref[Any] | None = None
+    number = 0
+    name = ""
+
+
+def world_key() -> str:
+    """Name of the present world, the same on all ranks, which no other world of theirs has.
+
+    commgrid's name for a world that it has started; else the number of worlds that this process has
+    had so far. While calls are recorded each new one is counted (`interposer`).
+    """
+    world = c10d.GroupMember.WORLD
+    if world is not None and (_World.group is None or _World.group() is not world):
+        _World.group, _World.number = ref(world), _World.number + 1
+        _World.name = str(_World.number)
+    return _World.name
+
+
+def seeing(update: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's function that takes up another world, which then is seen."""
+
+    @wraps(update)
+    def update_default_pg(group: Any) -> None:
+        update(group)
+        world_key()
+
+    return update_default_pg
 
 
 def world_rank() -> int:
@@ -156,6 +191,8 @@ def start_world(
             )
     except RuntimeError as error:
         raise as_peer_error("torch.distributed cannot be started", error) from error
+    world_key()
+    _World.name = incarnation
     if "gloo" in backend:
         set_timeout(c10d._get_default_group(), limit)
 

@@ -81,7 +81,7 @@ def signalled(folder: str) -> list[str]:
 
 def test_a_signal_has_a_rank_write_down_where_it_hangs(tmp_path: Path) -> None:
     first, second = run_on_ranks(signalled, 2, str(tmp_path), backend=None, launcher="torchrun")
-    names = [f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("json", "stacks")]
+    names = [f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in ("ring", "stacks")]
     assert first == second == names
     folder = tmp_path / "commgrid_trace"
     assert "signalled" in (folder / "rank_00001.stacks").read_text()
@@ -128,13 +128,11 @@ def test_an_answer_is_bounded() -> None:
     try:
         own: Any = recorder.current()
         for group in range(3000):
-            name = f"a rather long name of a group {group}"
-            own.ring.note("members", name, [0])
+            entry = own.ring.entry("group", f"a rather long name of {group}", (0,), "", "gloo")
             for turn in range(2):
-                own.ring.add(
-                    own.ring.group(name), turn, f"operation {group * 7919}", (group,), "float32",
-                    group * 104729, None, None, 0, 1, turn, 0,
-                )  # fmt: skip
+                kind = own.ring.entry("kind", f"operation {group * 7919}", "float32", "")
+                size = group * 104729
+                own.ring.add(entry, turn, kind, (group,), size, None, None, 0, 1, turn)
         assert len(remote.packed(own)) <= remote.MOST_BYTES
     finally:
         commgrid.trace.stop()

@@ -51,7 +51,7 @@ def test_ranks_write_where_they_are_and_go_on(
         hangs, 2, str(tmp_path), traced, backend=None, launcher="torchrun", check=False
     ) == [[], []]
     folder = tmp_path / "dump"
-    kinds = ("json", "stacks") if traced else ("stacks",)
+    kinds = ("ring", "stacks") if traced else ("stacks",)
     names = [f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in kinds]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert "hangs" in (folder / "rank_00001.stacks").read_text()
