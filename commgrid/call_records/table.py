@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from commgrid.call_records.call import Call, Group
@@ -31,38 +30,21 @@ class Sum:
     share: float
 
 
-def summed(
-    traces: Iterable[Trace], price: Callable[[Trace, Call], float] | None = None
-) -> list[Sum]:
-    """Sum up all calls, the longest first.
-
-    Args:
-        traces: of any ranks.
-        price: seconds of a call, instead of the recorded time; NaN, unknown, counts as 0.
-            Shares are then of the sum over a rank's calls.
-    """
+def summed(traces: Iterable[Trace]) -> list[Sum]:
+    """Sum up all calls of any ranks, the longest first."""
     found: dict[tuple[str, str, str], Sum] = {}
     for trace in traces:
         own: dict[tuple[str, str, str], list[Call]] = {}
         for call in trace.calls:
             own.setdefault((call.group.name, call.operation, call.where), []).append(call)
-        each = {key: _seconds(trace, calls, price) for key, calls in own.items()}
-        whole = _length(trace.calls) if price is None else sum(each.values())
+        whole = _length(trace.calls)
         for key, calls in own.items():
-            seconds = each[key]
+            seconds = sum(call.ended - call.began for call in calls if call.ended is not None)
             share = seconds / whole if whole else 0.0
             made = Sum(*key, len(calls), sum(c.bytes for c in calls), seconds, share)
             if key not in found or made.seconds > found[key].seconds:
                 found[key] = made
     return sorted(found.values(), key=lambda each: (-each.seconds, each.group, each.operation))
-
-
-def _seconds(
-    trace: Trace, calls: Iterable[Call], price: Callable[[Trace, Call], float] | None
-) -> float:
-    if price is None:
-        return sum(call.ended - call.began for call in calls if call.ended is not None)
-    return sum(s for s in (price(trace, call) for call in calls) if not math.isnan(s))
 
 
 def _length(calls: Sequence[Call]) -> float:

@@ -10,19 +10,15 @@ from typing import Any
 from commgrid.call_analysis.program import from_traces, missing, whole
 from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records import files as trace_files
-from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.viz.figure import SUFFIXES, drawing, save
-from commgrid.viz.verdict_picture import draw_verdict
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py --steps 1
   commgrid verify runs/trace
   commgrid verify runs/trace --backend nccl --strict
-  commgrid verify runs/trace -o why.svg             (the reason drawn; needs matplotlib)
 
 A run over gloo that came to its end may not over NCCL, where calls of one communicator run one
 after another. Exit status: 0: all finish; 1: ranks would wait for ever, and the calls are named;
@@ -38,7 +34,7 @@ def add_parser(commands: Any) -> None:
         examples=_EXAMPLES,
         run=run,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where ranks saved rank_*.json")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of COMMGRID_TRACE")
     parser.add_argument(
         "--backend", choices=("nccl", "gloo"), help="whose rules (default: both's, one by one)"
     )
@@ -46,10 +42,6 @@ def add_parser(commands: Any) -> None:
         "--strict", action="store_true",
         help="also 1 where calls of two communicators have to run at once, which NCCL's guide does "
         "not promise",
-    )  # fmt: skip
-    parser.add_argument(
-        "-o", "--output", type=file_of(*SUFFIXES), metavar="FILE",
-        help="where not all finish, draw why: .svg, .png or .pdf",
     )  # fmt: skip
 
 
@@ -66,25 +58,14 @@ def run(args: argparse.Namespace) -> int:
     found = [replace(strict, rules=r) if strict.finishes else check(made, r) for r in rules]
     judged = [*found, strict] if args.strict else found
     finishes = all(each.finishes for each in judged)
-    wrong = next((each for each in (*found, strict) if not each.finishes), None)
-    drawn = ""
-    if args.output is not None and wrong is None:
-        drawn = f"\n\n{args.output} was not written: there is nothing to draw"
-    elif args.output is not None and wrong is not None:
-        with drawing():
-            save(draw_verdict(wrong), args.output)
-        drawn = f"\n\nwrote {args.output}"
     give(
         args,
         lambda: {
             "ranks": found[0].ranks, "calls": found[0].calls, "finishes": finishes,
             "missing": list(absent),
-            **({"written": str(args.output)} if drawn.startswith("\n\nwrote") else {}),
-            "verdicts": [
-                each.as_dict() for each in (*found, strict)
-            ],
+            "verdicts": [each.as_dict() for each in (*found, strict)],
         },
-        lambda: _as_text(found, strict) + _not_checked(absent) + drawn,
+        lambda: _as_text(found, strict) + _not_checked(absent),
     )  # fmt: skip
     return _status(finishes, absent)
 
