@@ -1,6 +1,11 @@
 """Dumps of torch's own flight recorder, read as traces; no code of theirs is run.
 
-    TORCH_FR_BUFFER_SIZE=2000 TORCH_NCCL_DUMP_ON_TIMEOUT=1     torch writes one of each rank
+    commgrid dump                       each rank of this host writes its own
+    TORCH_NCCL_DUMP_ON_TIMEOUT=1        torch writes one of each rank as a call times out
+
+It also has what never comes through Python: DistributedDataParallel's collectives, DTensor's, those
+of compiled code. torch keeps the last 2,000 calls of each backend (`TORCH_FR_BUFFER_SIZE`). Of gloo
+it keeps no messages.
 
 Format: `torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`, versions 2.x: a pickle of plain
 values, or JSON. Times are seconds of the wall clock.
@@ -43,13 +48,30 @@ class _Plain(pickle.Unpickler):
         raise pickle.UnpicklingError("it refers to something outside")
 
 
+def in_folder(folder: Path) -> list[Path]:
+    """The dumps in a folder: files whose names end in a rank."""
+    return sorted(
+        path for path in folder.iterdir()
+        if path.is_file() and path.stem[-1:].isdecimal() and path.suffix in ("", ".json", ".pickle")
+    )  # fmt: skip
+
+
 def read(paths: Sequence[Path]) -> list[Trace]:
     """The dumps of all ranks, whose number ends each file's name: `nccl_trace_rank_3`.
+
+    A rank may have one of each backend. Stacks beside them, `rank_00003.stacks`, are read too.
 
     Raises:
         SpecError: one is something else, or would run code.
     """
-    return parse([_load(path) for path in paths])
+    traces = parse([_load(path) for path in paths])
+    folder = paths[0].parent if paths else Path()
+    return [replace(trace, stacks=_stacks(folder, trace.rank)) for trace in traces]
+
+
+def _stacks(folder: Path, rank: int) -> str:
+    path = folder / f"rank_{rank:05}.stacks"
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
 
 def _load(path: Path) -> tuple[int, Mapping[str, Any]]:
@@ -70,60 +92,162 @@ def _load(path: Path) -> tuple[int, Mapping[str, Any]]:
 
 
 def parse(dumps: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Trace]:
-    """Traces from the dumps of all ranks.
+    """Traces from the dumps of all ranks, of which each has one or more.
 
     A dump may hold unfinished calls only. The number of calls that a rank has issued on any
     other group is in its `pg_status`; entries of other ranks tell which group that is.
     """
-    ids: dict[str, str] = {}
+    names: dict[str, str] = {}
     for _, held in dumps:
         for entry in held.get("entries") or []:
-            ids[str(entry["process_group"][1])] = str(entry["pg_id"])
-    return [_trace(rank, held, ids) for rank, held in sorted(dumps, key=lambda each: each[0])]
+            names[str(entry["pg_id"])] = str(entry["process_group"][0])
+    found: dict[int, list[Trace]] = {}
+    for rank, held in dumps:
+        found.setdefault(rank, []).append(_Dump(rank, held, names).trace())
+    return [_together(found[rank]) for rank in sorted(found)]
 
 
-def _trace(rank: int, held: Mapping[str, Any], ids: Mapping[str, str]) -> Trace:
-    groups = _groups(held["pg_config"])
-    calls: list[Call] = []
-    numbers: dict[str, int] = {}
-    pairs: dict[tuple[str, str, int | None], int] = {}
-    entered: dict[str, int] = {}
-    status = {str(key): value for key, value in held.get("pg_status", {}).items()}
-    entries = held.get("entries") or []
-    for entry in entries:
-        call = _call(entry, groups)
-        if call is None:
-            continue
-        at = status.get(str(entry["pg_id"]))
-        if call.is_transfer:
-            if call.ended is not None:
-                continue  # torch does not count between two ranks; what is under way is matched
-            of = (call.group.name, call.operation, call.peer)
-            turn = pairs[of] = pairs.get(of, -1) + 1
-        else:
-            turn = int(entry["collective_seq_id"])
-            last = int(at["last_enqueued_collective"]) if at else turn
-            entered[call.group.name] = max(entered.get(call.group.name, 0), turn + 1, last + 1)
-        number = numbers[call.group.name] = numbers.get(call.group.name, -1) + 1
-        calls.append(replace(call, number=number, turn=turn))
-    labels = {name: _label(name, desc, groups) for name, (desc, _) in groups.items()}
-    for name, (desc, _) in groups.items():
-        at = status.get(ids.get(desc, ""))
-        if at is not None:
-            entered.setdefault(labels[name], int(at["last_enqueued_collective"]) + 1)
-    return Trace(
-        rank, tuple(calls), 0, {labels[name]: ranks for name, (_, ranks) in groups.items()},
-        entered=entered, on_device=any("nccl" in str(e["profiling_name"]) for e in entries),
-    )  # fmt: skip
+def _together(parts: Sequence[Trace]) -> Trace:
+    """The dumps of one rank's backends as one record."""
+    if len(parts) == 1:
+        return parts[0]
+    calls = sorted((call for part in parts for call in part.calls), key=lambda call: call.began)
+    return replace(
+        parts[0],
+        calls=tuple(calls),
+        dropped=sum(part.dropped for part in parts),
+        groups=tuple(dict.fromkeys(group for part in parts for group in part.groups)),
+        entered={group: count for part in parts for group, count in part.entered.items()},
+        at=max((part.at for part in parts if part.at is not None), default=None),
+        state=max(part.state for part in parts),
+        host=max(part.host for part in parts),
+    )
 
 
-def _groups(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """By torch's name of a group, its description and ranks."""
+class _Dump:
+    """One rank's dump.
+
+    Args:
+        rank: whose.
+        held: its contents.
+        names: torch's name of a group by its id in `pg_status`, from the dumps of all ranks.
+    """
+
+    def __init__(self, rank: int, held: Mapping[str, Any], names: Mapping[str, str]) -> None:
+        self._rank, self._held, self._names = rank, held, names
+        self._entries = held.get("entries") or []
+        self._described = _described(held["pg_config"])
+        kinds = {str(entry["profiling_name"]).partition(":")[0] for entry in self._entries}
+        self._backend = kinds.pop() if len(kinds) == 1 else ""
+        # A name that is used again is another communicator, which has another id.
+        self._ids: dict[str, list[int]] = {}
+        for entry in self._entries:
+            ids = self._ids.setdefault(str(entry["process_group"][0]), [])
+            if entry["pg_id"] not in ids:
+                ids.append(entry["pg_id"])
+
+    def trace(self) -> Trace:
+        """Its record."""
+        calls: list[Call] = []
+        pairs: dict[tuple[Group, str, int | None], int] = {}
+        numbers: dict[Group, int] = {}
+        entered = self._entered()
+        for entry in self._entries:
+            call = self._call(entry)
+            if call is None:
+                continue
+            if call.is_transfer:
+                if call.ended is not None:
+                    continue  # torch does not count between two ranks; what is under way is matched
+                of = (call.group, call.operation, call.peer)
+                turn = pairs[of] = pairs.get(of, -1) + 1
+            else:
+                turn = int(entry["collective_seq_id"])
+                entered[call.group] = max(entered.get(call.group, 0), turn + 1)
+            number = numbers[call.group] = numbers.get(call.group, -1) + 1
+            calls.append(replace(call, number=number, turn=turn))
+        about = self._held.get("commgrid", {})
+        return Trace(
+            rank=self._rank,
+            calls=tuple(calls),
+            dropped=self._dropped,
+            groups=tuple(dict.fromkeys([*entered, *self._living()])),
+            entered=entered,
+            at=about.get("at"),
+            state="running" if about else "",
+            host=str(about.get("host", "")),
+            knows_waits=False,
+        )
+
+    @property
+    def _dropped(self) -> int:
+        return min((int(entry.get("record_id", 0)) for entry in self._entries), default=0)
+
+    def _living(self) -> list[Group]:
+        return [self._group(name, self._ids.get(name, [0])[-1]) for name in self._described]
+
+    def _entered(self) -> dict[Group, int]:
+        """The collectives of each living group so far; of those that the entries do not tell, too.
+
+        gloo's status counts messages as well, and is of no use.
+        """
+        status = self._held.get("pg_status", {}) if self._backend != "gloo" else {}
+        ids = {self._names.get(str(key), ""): each for key, each in status.items()}
+        found: dict[Group, int] = {}
+        for group, name in zip(self._living(), self._described, strict=True):
+            if name in ids:
+                found[group] = int(ids[name]["last_enqueued_collective"]) + 1
+            elif not self._dropped and self._backend == "gloo" and name not in self._ids:
+                found[group] = 0
+        return found
+
+    def _group(self, name: str, number: int) -> Group:
+        ids = self._ids.get(name, [number])
+        desc, ranks = self._described.get(name, ("", ()))
+        label = _label(name, desc, self._described)
+        return Group(label, ranks, f"{name}@{ids.index(number) + 1}", self._backend)
+
+    def _call(self, entry: Mapping[str, Any]) -> Call | None:
+        """An entry, without its place among others; None for what only holds others together."""
+        backend, _, what = str(entry["profiling_name"]).partition(":")
+        transfer = _TRANSFER.match(what)
+        if what == "coalesced":
+            return None
+        group = self._group(str(entry["process_group"][0]), entry["pg_id"])
+        shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+        if transfer is not None and transfer[1] == "recv":
+            shapes, dtypes = entry["output_sizes"], entry["output_dtypes"]
+        dtype, size = _DTYPES.get(dtypes[0], (str(dtypes[0]), 1)) if dtypes else ("", 1)
+        began = entry["time_created_ns"] / 1e9
+        ended = entry.get("time_discovered_completed_ns")
+        over = entry["state"] == "completed" or (backend == "gloo" and entry.get("retired"))
+        stack = _places(entry.get("frames", []))
+        peer = int(transfer[3]) if transfer is not None else None
+        return Call(
+            group=group,
+            operation=transfer[1] if transfer is not None else named(what),
+            shape=tuple(shapes[0]) if shapes else (),
+            dtype=dtype,
+            bytes=sum(math.prod(each) for each in shapes) * size,
+            output=sum(math.prod(each) for each in entry["output_sizes"]) * size,
+            peer=on_group(group.name, group.ranks, peer),
+            where=stack[-1] if stack else "?",
+            began=began,
+            issued=began,
+            ended=(ended / 1e9 if ended else began) if over else None,
+            thread=int(entry.get("thread_id") or 0),
+            stack=stack,
+        )
+
+
+def _described(config: Mapping[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """By torch's name of a group, its description and ranks; those of gloo's are not known."""
     found = {}
     for name, held in config.items():
         ranks = held["ranks"]
         listed = ast.literal_eval(ranks) if isinstance(ranks, str) else ranks
-        found[str(name)] = (str(held.get("desc", "")), tuple(int(rank) for rank in listed))
+        if listed or name:
+            found[str(name) or "0"] = str(held.get("desc", "")), tuple(int(r) for r in listed)
     return found
 
 
@@ -133,49 +257,17 @@ def _label(name: str, desc: str, groups: Mapping[str, tuple[str, tuple[int, ...]
         _, owner, _, first, *_ = name.split("/")
         return first if owner == "default" else f"{owner}:{first}"
     if desc in ("", "undefined"):
-        return "WORLD" if name in ("", "0") else name
+        return "WORLD" if name == "0" else name
     if desc == "default_pg":
         return "WORLD"
     alike = [other for other, (described, _) in groups.items() if described == desc]
     return desc if len(alike) < 2 else f"{desc} {name}"
 
 
-def _call(entry: Mapping[str, Any], groups: Mapping[str, tuple[str, Any]]) -> Call | None:
-    """An entry, without its place among others; None for what only holds others together."""
-    backend, _, what = str(entry["profiling_name"]).partition(":")
-    transfer = _TRANSFER.match(what)
-    if what == "coalesced":
-        return None
-    name, desc = (str(each) for each in entry["process_group"])
-    if name not in groups and desc == "default_pg":
-        name = ""
-    shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
-    if transfer is not None and transfer[1] == "recv":
-        shapes, dtypes = entry["output_sizes"], entry["output_dtypes"]
-    dtype, size = _DTYPES.get(dtypes[0], (str(dtypes[0]), 1)) if dtypes else ("", 1)
-    began = entry["time_created_ns"] / 1e9
-    ended = entry.get("time_discovered_completed_ns")
-    over = entry["state"] == "completed" or (backend == "gloo" and entry.get("retired"))
-    label, (_, ranks) = _label(name, desc, groups), groups.get(name, ("", ()))
-    return Call(
-        group=Group(label, ranks),
-        operation=transfer[1] if transfer is not None else named(what),
-        shape=tuple(shapes[0]) if shapes else (),
-        dtype=dtype,
-        bytes=sum(math.prod(each) for each in shapes) * size,
-        output=sum(math.prod(each) for each in entry["output_sizes"]) * size,
-        peer=on_group(label, ranks, int(transfer[3])) if transfer is not None else None,
-        where=_where(entry.get("frames", [])),
-        began=began,
-        issued=began,
-        ended=(ended / 1e9 if ended else began) if over else None,
+def _places(frames: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The places outside torch and commgrid, from the outermost to the innermost."""
+    return tuple(
+        f"{Path(str(frame['filename'])).name}:{frame['line']} {frame['name']}"
+        for frame in reversed(frames)
+        if not re.search(r"/(torch|commgrid)/|^<|\?\?", str(frame["filename"]))
     )
-
-
-def _where(frames: Sequence[Mapping[str, Any]]) -> str:
-    """The innermost place outside torch and commgrid."""
-    for frame in frames:
-        file = str(frame["filename"])
-        if not re.search(r"/(torch|commgrid)/|^<|\?\?", file):
-            return f"{Path(file).name}:{frame['line']} {frame['name']}"
-    return "?"

@@ -2,6 +2,7 @@
 
     <tmp>/commgrid-<user>/4711.json      rank 3 of 8, of train.py, its ring
     <tmp>/commgrid-<user>/4711.stacks    where its threads are, of each SIGUSR1
+    <tmp>/commgrid-<user>/4711.gloo      torch's flight recorder, a second later at most
 
 `faulthandler` writes the stacks at once, also while the main thread is in C++. Nothing here needs
 torch: `commgrid dump` is another process.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -22,6 +24,9 @@ from pathlib import Path
 from commgrid.call_records import ring
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
+
+TORCH = ("nccl", "gloo")
+"""Backends of which torch's flight recorder is written, the last one last."""
 
 QUIET = 0.2
 """Seconds without a new line, after which stacks are whole."""
@@ -91,7 +96,7 @@ def space_of_pids() -> str:
 
 
 def remove(pid: int) -> None:
-    for kind in ("json", "stacks"):
+    for kind in ("json", "stacks", *TORCH):
         with suppress(OSError):
             (folder_of_user() / f"{pid}.{kind}").unlink(missing_ok=True)
 
@@ -160,7 +165,7 @@ class Dumped:
 
     Args:
         rank, pid: whose.
-        stacks, records: whether there are any.
+        stacks, records, torch: whether there are stacks, recorded calls, torch's last calls.
         why: reason that there are no stacks; "": there are.
     """
 
@@ -168,16 +173,18 @@ class Dumped:
     pid: int
     stacks: bool
     records: bool
+    torch: bool
     why: str
 
 
 def dump(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
-    """Have each rank of a job write down its stacks, and copy these and its records to a folder.
+    """Have each rank of a job write down where it is, and copy that and its records to a folder.
 
     Args:
         job: as `of_one_job` returns it.
-        folder: where `rank_00003.stacks` and `rank_00003.ring` go; made if need be.
-        timeout: seconds to wait for the stacks of all.
+        folder: where `rank_00003.stacks`, `rank_00003.ring` and torch's `gloo_trace_rank_3` go;
+            made if need be.
+        timeout: seconds to wait for all.
 
     Raises:
         SpecError: the folder cannot be written.
@@ -185,37 +192,58 @@ def dump(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
     until = time.monotonic() + timeout
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        sizes = {each.pid: _ask(each) for each in job}
-        return [_collect(each, sizes[each.pid], folder, until) for each in job]
+        before = {each.pid: _ask(each) for each in job}
+        return [_collect(each, before[each.pid], folder, until) for each in job]
     except OSError as error:
         raise SpecError(f"-o {folder}: cannot be written: {error.strerror or error}") from error
 
 
-def _ask(process: Process) -> int | None:
-    """Send the signal, to a process that handles it; return the size of its stacks before."""
-    path = folder_of_user() / f"{process.pid}.stacks"
+def _file(process: Process, kind: str) -> Path:
+    return folder_of_user() / f"{process.pid}.{kind}"
+
+
+def _ask(process: Process) -> tuple[int, int] | None:
+    """Send the signal, to a process that handles it.
+
+    Returns:
+        The size of its stacks before, and when torch's last calls were written before.
+    """
     with suppress(OSError):
         if process.answers and is_caught(process.pid):
-            size = path.stat().st_size
+            before = _file(process, "stacks").stat().st_size, _written(process)
             os.kill(process.pid, signal.SIGUSR1)
-            return size
+            return before
     return None
 
 
-def _collect(process: Process, size: int | None, folder: Path, until: float) -> Dumped:
+def _written(process: Process) -> int:
+    with suppress(OSError):
+        return _file(process, TORCH[-1]).stat().st_mtime_ns
+    return 0
+
+
+def _collect(
+    process: Process, before: tuple[int, int] | None, folder: Path, until: float
+) -> Dumped:
     name = f"rank_{process.rank:05}"
-    stacks, why = b"", "the program handles SIGUSR1 itself"
-    if size is not None:
-        stacks = whole_after(folder_of_user() / f"{process.pid}.stacks", size, until)
+    stacks, torch, why = b"", False, "the program handles SIGUSR1 itself"
+    if before is not None:
+        stacks = whole_after(_file(process, "stacks"), before[0], until)
         why = "" if stacks else "it does not answer, or has ended"
+        while stacks and _written(process) == before[1] and time.monotonic() < until:
+            time.sleep(QUIET / 10)
+        torch = _written(process) != before[1]
     if stacks:
         (folder / f"{name}.stacks").write_bytes(stacks)
+    for kind in TORCH if torch else ():
+        with suppress(FileNotFoundError):
+            shutil.copyfile(_file(process, kind), folder / f"{kind}_trace_rank_{process.rank}")
     records = None
     with suppress(OSError, ValueError):
         records = ring.Contents(Path(process.ring).read_bytes()) if process.ring else None
     if records is not None:
         (folder / f"{name}.ring").write_bytes(records.packed())
-    return Dumped(process.rank, process.pid, bool(stacks), records is not None, why)
+    return Dumped(process.rank, process.pid, bool(stacks), records is not None, torch, why)
 
 
 def whole_after(path: Path, size: int, until: float) -> bytes:

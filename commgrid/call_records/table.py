@@ -63,19 +63,35 @@ def as_table(sums: Sequence[Sum], most: int = 30) -> str:
     """
     if not sums:
         return "nothing was recorded"
-    rows = [("group", "operation", "calls", "bytes", "seconds", "share", "where")]
+    rows: list[Sequence[str]] = [
+        ("group", "operation", "calls", "bytes", "seconds", "share", "where")
+    ]
     digits = 4 if max(s.seconds for s in sums) >= 1e-3 else 6
     rows += [
         (Group(s.group, ()).short, s.operation, f"{s.calls:,}", f"{s.bytes:,}",
          f"{s.seconds:.{digits}f}", f"{s.share:.1%}", s.where)
         for s in sums[:most]
     ]  # fmt: skip
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0]), row[1].ljust(widths[1])]
-        cells += [row[column].rjust(widths[column]) for column in range(2, 6)]
-        lines.append("  ".join([*cells, row[6]]))
-    if len(sums) > most:
-        lines.append(f"and {len(sums) - most} more")
-    return "\n".join(lines)
+    more = f"\nand {len(sums) - most} more" if len(sums) > most else ""
+    return aligned(rows, right=range(2, 6)) + more
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    """Lines of rows whose columns are as wide as their widest cells.
+
+    Args:
+        rows: cells, as many in each.
+        right: the columns whose cells stand to the right.
+
+    >>> print(aligned([["step", "rank 0"], ["1", "0.5"]], right=[1]))
+    step  rank 0
+    1        0.5
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if place in right else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )

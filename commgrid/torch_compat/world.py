@@ -6,6 +6,7 @@ removed.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
@@ -16,6 +17,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _bindings
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
@@ -89,6 +91,28 @@ def world_backend() -> str:
 def world_store() -> Any:
     """The store that WORLD met at."""
     return c10d._get_default_store()
+
+
+def flight_records() -> dict[str, dict[str, Any]]:
+    """Return the last calls as torch's flight recorders hold them, by backend, gloo's last.
+
+    torch names the ranks of NCCL's groups only; here all living groups have theirs.
+    """
+    kinds = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
+    dumps = {kind: getattr(_bindings, name, None) for kind, name in kinds.items()}
+    found = {kind: pickle.loads(dump(True, True, False)) for kind, dump in dumps.items() if dump}
+    groups = {
+        name: {
+            "name": name,
+            "desc": group.group_desc,
+            "ranks": str(dist.get_process_group_ranks(group)),
+        }
+        for group, name in list(c10d._world.pg_names.items())
+    }
+    return {
+        kind: {**held, "pg_config": {**held.get("pg_config", {}), **groups}}
+        for kind, held in found.items()
+    }
 
 
 def own_address() -> str:

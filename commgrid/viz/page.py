@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from commgrid.call_records import files as trace_files
 from commgrid.errors import SpecError
 from commgrid.pipeline_schedules.simulator import Simulation
 from commgrid.planning.plan import GroupPlan
@@ -138,23 +137,20 @@ MOST_CALLS = 200_000
 """A browser goes through all of them for every picture."""
 
 
-def draw_trace_page(folder: Path, diagnosis: Mapping[str, Any] | None = None) -> str:
-    """The page of the traces in a folder, which were read before and are good.
+def draw_trace_page(found: Mapping[str, Any], diagnosis: Mapping[str, Any] | None = None) -> str:
+    """The page of what ranks have recorded.
 
     Args:
-        folder: with their files.
+        found: as `commgrid trace --json` prints it.
         diagnosis: as `commgrid diagnose --json` prints it; None: none is shown.
 
     Raises:
         SpecError: more calls than a page shows.
     """
-    held = trace_files.held_in(folder)
-    calls = sum(len(each["calls"]) for each in held)
+    calls = sum(len(each["calls"]) for each in found["traces"])
     if calls > MOST_CALLS:
         raise SpecError(
-            f"{folder}: a page shows at most {MOST_CALLS:,} calls, these are {calls:,}; trace "
-            "fewer steps, or write -o trace.json for Perfetto"
+            f"a page shows at most {MOST_CALLS:,} calls, these are {calls:,}; choose --ranks or a "
+            "--group, or write -o trace.json for Perfetto"
         )
-    kept = ("rank", "wall", "monotonic", "dropped", "members", "calls")
-    traces = [{key: each[key] for key in kept} for each in held]
-    return _filled("trace.html", {"traces": traces, "diagnosis": diagnosis})
+    return _filled("trace.html", {"found": found, "diagnosis": diagnosis})

@@ -19,9 +19,9 @@ _EXAMPLES = """examples:
   commgrid dump --pid 4711 -o hang              (of several jobs, the one with this process)
   commgrid diagnose commgrid_dump
 
-Writes where all threads of each rank are, rank_00003.stacks, and copies the calls that it has
-recorded, rank_00003.json. Ranks that do not record write their stacks too. The job continues. Exit
-status 1: a rank has written nothing.
+Writes where all threads of each rank are, rank_00003.stacks, the last calls as torch's own flight
+recorder has them, gloo_trace_rank_3 or nccl_trace_rank_3, and copies its recorded calls,
+rank_00003.ring. The job continues. Exit status 1: a rank has written nothing.
 """
 
 
@@ -53,18 +53,19 @@ def run(args: argparse.Namespace) -> int:
         lambda: {"folder": str(args.output), "ranks": [asdict(each) for each in found]},
         lambda: _as_text(found, args.output),
     )
-    return 0 if all(each.stacks or each.records for each in found) else 1
+    return 0 if all(each.stacks or each.records or each.torch for each in found) else 1
 
 
 def _as_text(found: list[Dumped], folder: Path) -> str:
     stacks = [each.rank for each in found if each.stacks]
     records = [each.rank for each in found if each.records]
+    torch = [each.rank for each in found if each.torch]
     lines = [f"wrote {folder}: stacks of {describe_ranks(stacks)}"]
-    lines[0] += f", calls of {describe_ranks(records)}"
+    lines[0] += f", calls of {describe_ranks(records)}, torch's calls of {describe_ranks(torch)}"
     for why in sorted({each.why for each in found if each.why}):
         ranks = [each.rank for each in found if each.why == why]
         lines.append(f"no stacks of {describe_ranks(ranks)}: {why}")
-    if records:
+    if records or torch:
         lines.append(f"commgrid diagnose {folder} says which rank they wait for")
     else:
         lines.append("the ranks record no calls; COMMGRID_TRACE=DIR on every rank has them do so")

@@ -1,37 +1,39 @@
-"""`commgrid trace`: what ranks have recorded, summed up, or for Perfetto."""
+"""`commgrid trace`: what ranks have recorded, summed up, side by side, or for Perfetto."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from commgrid.call_analysis import diagnosis
 from commgrid.call_records import files as trace_files
-from commgrid.call_records.call import Call
-from commgrid.call_records.price import pricer, world_size
-from commgrid.call_records.table import Sum, as_table, summed
+from commgrid.call_records.contents import as_dict
+from commgrid.call_records.side_by_side import side_by_side, steps_table, waited_in_steps
+from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.timeline import as_events
 from commgrid.call_records.trace import Trace
 from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
-from commgrid.cost_model.cluster import Cluster, find_cluster
+from commgrid.errors import SpecError
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.ranks import as_ranks
 from commgrid.viz.page import draw_trace_page, write_page
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
   commgrid trace runs/trace
+  commgrid trace runs/trace --ranks 0-3 --group dp --last 20    (calls of ranks side by side)
+  commgrid trace runs/trace --steps             (seconds that each rank waits in each step)
   commgrid trace runs/trace -o trace.html       (a page: a timeline, who waits for whom)
   commgrid trace runs/trace -o trace.json       (open it at ui.perfetto.dev)
-  commgrid trace runs/dry --cluster h100        (modelled time of each call of audit --dry)
 
 The table has a line for each group, operation and place in the program, of the rank that spent most
-time there.
+time there. --json prints every call.
 """
 
 
@@ -39,77 +41,98 @@ def add_parser(commands: Any) -> None:
     parser = new_command(
         commands,
         "trace",
-        description="Sums up what ranks have recorded, or writes a page or a file for Perfetto.",
+        description="Sums up what ranks have recorded, shows it side by side, or writes a page.",
         examples=_EXAMPLES,
         run=run,
     )
-    parser.add_argument("folder", type=Path, metavar="DIR", help="where ranks saved rank_*.json")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of COMMGRID_TRACE")
     parser.add_argument(
         "-o", "--output", type=file_of(".html", ".json"), metavar="FILE",
         help="a page, .html, or a Chrome trace for Perfetto, .json",
     )  # fmt: skip
+    parser.add_argument("--ranks", metavar="LIST", help="only these, as 0-7,16")
+    parser.add_argument("--group", metavar="NAME", help="only calls on this group, side by side")
     parser.add_argument(
-        "--cluster", metavar="NAME|FILE",
-        help="seconds as the cost model has them there, instead of those recorded",
+        "--last", type=whole(1), metavar="N",
+        help="the last calls side by side: a row each, a column for each rank (default 20)",
     )  # fmt: skip
+    parser.add_argument(
+        "--steps", action="store_true", help="seconds that each rank has waited in each step"
+    )
     parser.add_argument("--top", type=whole(1), metavar="N", help="lines of the table (default 30)")
 
 
 def run(args: argparse.Namespace) -> int:
+    is_side_by_side = args.group is not None or args.last is not None
     if args.output is not None:
-        refuse_unused(args, ["cluster", "top"], "is about the table; leave -o out")
-    found = trace_files.read(args.folder)
+        refuse_unused(args, ["last", "steps", "top"], "is about tables; leave -o out")
+    elif args.steps:
+        refuse_unused(args, ["group", "last", "top"], "is not about --steps")
+    elif is_side_by_side or args.json:
+        refuse_unused(args, ["top"], "is about the table of sums")
+    found = _chosen(trace_files.read(args.folder), args)
     if args.output is not None:
-        if args.output.suffix == ".html":
-            seen = diagnosis.diagnose(diagnosis.read(args.folder))
-            page = draw_trace_page(args.folder, seen.as_dict() if seen else None)
-            write_page(page, args.output)
-        else:
-            write_page(json.dumps(as_events(found)), args.output)
+        _write(found, args)
         give(args, lambda: {"written": str(args.output)}, lambda: f"wrote {args.output}")
         return 0
-    cluster = None if args.cluster is None else find_cluster(args.cluster)
-    price = None
-    if cluster is not None:
-        cluster.check_ranks((world_size(found) - 1,))
-        price = pricer(cluster)
-    sums = summed(found, price)
-    unknown = _without_price(found, price)
-    give(
-        args,
-        lambda: {
-            "ranks": [trace.rank for trace in found],
-            "dropped": sum(trace.dropped for trace in found),
-            "cluster": None if cluster is None else cluster.name,
-            "without_price": unknown,
-            "rows": [asdict(each) for each in sums],
-        },
-        lambda: _as_text(found, sums, args.top or 30, cluster, unknown),
-    )
+    if args.steps:
+        text = steps_table(waited_in_steps(found))
+    elif is_side_by_side:
+        text = side_by_side(found, args.last or 20)
+    else:
+        text = _summary(found, args.top or 30)
+    give(args, lambda: _as_dict(found), lambda: text)
     return 0
 
 
-def _without_price(found: list[Trace], price: Callable[[Trace, Call], float] | None) -> list[str]:
-    """The operations of which the model has no cost."""
-    if price is None:
-        return []
-    return sorted({c.operation for t in found for c in t.calls if math.isnan(price(t, c))})
+def _chosen(found: Sequence[Trace], args: argparse.Namespace) -> list[Trace]:
+    """The records of `--ranks`, with the calls of `--group`.
+
+    Raises:
+        SpecError: there are none.
+    """
+    ranks = None if args.ranks is None else set(as_ranks(args.ranks))
+    kept = [trace for trace in found if ranks is None or trace.rank in ranks]
+    if not kept:
+        there = describe_ranks([trace.rank for trace in found])
+        raise SpecError(f"--ranks {args.ranks}: {args.folder} has records of {there}")
+    if args.group is None:
+        return kept
+    names = {name for t in found for call in t.calls for name in call.group.name.split(",")}
+    if args.group not in names:
+        listed = ", ".join(sorted(names)) or "none"
+        raise SpecError(f"--group {args.group}: no call is on it; those recorded are on {listed}")
+    return [
+        replace(
+            trace,
+            calls=tuple(c for c in trace.calls if args.group in c.group.name.split(",")),
+        )
+        for trace in kept
+    ]
 
 
-def _as_text(
-    found: list[Trace],
-    sums: list[Sum],
-    top: int,
-    cluster: Cluster | None,
-    unknown: list[str],
-) -> str:
+def _write(found: Sequence[Trace], args: argparse.Namespace) -> None:
+    if args.output.suffix == ".html":
+        seen = diagnosis.diagnose(diagnosis.read(args.folder))
+        page = draw_trace_page(_as_dict(found), seen.as_dict() if seen else None)
+        write_page(page, args.output)
+    else:
+        write_page(json.dumps(as_events(found)), args.output)
+
+
+def _as_dict(found: Sequence[Trace]) -> dict[str, Any]:
+    return {
+        "ranks": [trace.rank for trace in found],
+        "dropped": sum(trace.dropped for trace in found),
+        "rows": [asdict(each) for each in summed(found)],
+        "steps": waited_in_steps(found),
+        "traces": [as_dict(trace) for trace in found],
+    }
+
+
+def _summary(found: Sequence[Trace], top: int) -> str:
     calls = sum(len(trace.calls) for trace in found)
-    head = f"{len(found)} ranks, {calls:,} calls"
-    if cluster is not None:
-        head += f"; seconds as the cost model has them on {cluster.name}, each call by itself"
-    lines = [head, "", as_table(sums, top)]
-    if unknown:
-        lines += ["", f"no cost model for: {', '.join(unknown)}"]
+    lines = [f"{len(found)} ranks, {calls:,} calls", "", as_table(summed(found), top)]
     if dropped := sum(trace.dropped for trace in found):
         more = "commgrid.trace.start(capacity=…) keeps more"
         lines += ["", f"{dropped:,} earlier calls were not kept; {more}"]
