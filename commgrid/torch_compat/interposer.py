@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
@@ -260,8 +260,10 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
         listeners = _listeners
         _now.blocking = options_given is not None and not getattr(options_given, "asyncOp", True)
         began = [(each, each.begins(its_group, made)) for each in listeners]
+        span = _span(its_group, made) if torch.autograd._profiler_enabled() else _NO_SPAN
         try:
-            work = method(its_group, *args, **options)
+            with span:
+                work = method(its_group, *args, **options)
         except RuntimeError:
             for listener, call in began:
                 listener.failed(call)
@@ -273,6 +275,16 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
         return work
 
     return call
+
+
+_NO_SPAN = nullcontext()
+
+
+def _span(its_group: dist.ProcessGroup, made: Arguments) -> AbstractContextManager[Any]:
+    """The call by its group's first name in the timeline of torch's profiler."""
+    described, name = its_group.group_desc, its_group.group_name
+    first = name if described in ("", "undefined") else described.split(",")[0]
+    return torch.profiler.record_function(f"{first} {made.operation}")
 
 
 def _as_batch(function: Callable[..., Any]) -> Callable[..., Any]:
