@@ -4,7 +4,8 @@
 
 tp 2 · pp 2 over gloo; both are switched on and off between steps of one run, so that all see the
 same machine. `processor` is what a rank's own threads take, which other programs do not change.
-`call` is one all-reduce of 4 kB on two ranks.
+`call` is one all-reduce of 4 kB on two ranks; also on a group that torch checks call by call, as
+`TORCH_DISTRIBUTED_DEBUG=DETAIL` has it: the peer of `verify="order"`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from tests.benchmarks.report import Row, compare, main, run_on_ranks
 from tests.examples.curves import load
 
 STATES = ("off", "trace", "order")
+DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 Spent = dict[str, dict[str, list[float]]]
 
 
@@ -75,17 +77,22 @@ def steps(flags: list[str]) -> Spent:
 def calls(count: int) -> Spent:
     """Microseconds of an all-reduce, by the clock and of the processor, by what was on."""
     grid = commgrid.initialize()
-    group, x, check = grid.get_group("dp"), torch.ones(1000), OrderCheck(grid)
-    spent: Spent = {kind: {name: [] for name in STATES} for kind in ("clock", "processor")}
-    recording = Recorder()
-    for turn in range(33):
-        name = STATES[turn % 3]
-        switch(name, recording, check)
+    x, check, recording = torch.ones(1000), OrderCheck(grid), Recorder()
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    checked_by_torch = dist.new_group()
+    dist.set_debug_level(level)
+    states = (*STATES, DETAIL)
+    spent: Spent = {kind: {name: [] for name in states} for kind in ("clock", "processor")}
+    for turn in range(11 * len(states)):
+        name = states[turn % len(states)]
+        group = checked_by_torch if name == DETAIL else grid.get_group("dp")
+        switch("off" if name == DETAIL else name, recording, check)
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
         for _ in range(count):
             dist.all_reduce(x, group=group)
-        if turn > 2:
+        if turn >= len(states):
             spent["clock"][name].append((time.perf_counter() - started) / count * 1e6)
             spent["processor"][name].append((time.process_time() - used) / count * 1e6)
     switch("off", recording, check)
@@ -136,6 +143,8 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
         for name in STATES[1:]:
             mine, off = found[0][kind][name], found[0][kind]["off"]
             yield compare(f"{name}: all-reduce of 4 kB, 2 ranks", kind, "us", "neither", mine, off)
+        mine, theirs = found[0][kind]["order"], found[0][kind][DETAIL]
+        yield compare("order: all-reduce of 4 kB, 2 ranks", kind, "us", DETAIL, mine, theirs)
 
 
 if __name__ == "__main__":

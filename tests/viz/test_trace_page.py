@@ -9,55 +9,47 @@ from typing import Any
 import pytest
 
 from commgrid import SpecError
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.cli import main
+from commgrid.cli.commands import trace as command
 from commgrid.viz import page as trace_page
 from commgrid.viz.page import draw_trace_page
 from tests.viz.test_page import browse, in_a_browser
 
-TP, PP = "tp,cp", "pp"
-SAVED = 20_000_000_000
-"""When ranks wrote their files, in nanoseconds of the clock of their calls."""
+TP, PP = Group("tp,cp", (0, 1), "1"), Group("pp", (0, 1), "2")
 
 
-def saved(folder: Path, rank: int, *calls: tuple[Any, ...]) -> None:
+def saved(rank: int, *calls: tuple[Any, ...]) -> Trace:
     """A trace; calls are group, operation, peer, and began, issued, ended in milliseconds."""
-    numbers = {TP: 0, PP: 0}
-    rows = []
+    made: list[Call] = []
     for group, operation, peer, *times in calls:
-        row = [
-            group,
-            numbers[group],
-            operation,
-            [4],
-            "float32",
-            16,
-            peer,
-            f"r{rank}.py:{len(rows)}",
-        ]
-        rows.append([*row, *(None if t is None else int(t * 1e6) for t in times)])
-        numbers[group] += 1
-    found = {
-        "format": 1, "rank": rank, "wall": 1.7e9, "monotonic": SAVED, "dropped": 0,
-        "members": {TP: [0, 1], PP: [0, 1]}, "calls": rows,
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / f"rank_{rank:05}.json").write_text(json.dumps(found))
+        turn = sum(each.group == group and each.operation == operation for each in made)
+        began, issued, ended = (None if t is None else 1.7e9 + t / 1e3 for t in times)
+        assert began is not None
+        made.append(
+            Call(group, operation, peer, (4,), "float32", 16, where=f"r{rank}.py:{len(made)}",
+                 turn=turn, began=began, issued=issued, ended=ended)
+        )  # fmt: skip
+    return Trace(rank, tuple(made), groups=(TP, PP), at=1.7e9 + 20, steps=((3, 1.7e9),), host="a")
+
+
+def page_of(traces: list[Trace]) -> str:
+    return draw_trace_page(command.as_dict_of(traces))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def traces() -> list[Trace]:
     """Rank 0 waits 6 ms for rank 1, which waits 2 ms for its message and leaves out a call."""
-    here = tmp_path / "trace"
-    saved(
-        here, 0, (TP, "all_reduce", None, 0, 0.1, 7), (PP, "send", 1, 10, 10.1, 11),
-        (TP, "all_reduce", None, 12, 12.1, None),
-    )  # fmt: skip
-    saved(here, 1, (TP, "all_reduce", None, 6, 6.1, 7), (PP, "recv", 0, 8, 8.1, 11))
-    return here
+    return [
+        saved(0, (TP, "all_reduce", None, 0, 0.1, 7), (PP, "send", 1, 10, 10.1, 11),
+              (TP, "all_reduce", None, 12, 12.1, None)),
+        saved(1, (TP, "all_reduce", None, 6, 6.1, 7), (PP, "recv", 0, 8, 8.1, 11)),
+    ]  # fmt: skip
 
 
 @in_a_browser
-def test_it_tells_who_waits_for_whom(folder: Path, tmp_path: Path) -> None:
+def test_it_tells_who_waits_for_whom(traces: list[Trace], tmp_path: Path) -> None:
     script = """
       const said = () => $("told").innerText;
       const walk = ["ArrowRight", "ArrowDown", "ArrowRight", "ArrowUp", "ArrowDown", "ArrowDown"]
@@ -67,10 +59,11 @@ def test_it_tells_who_waits_for_whom(folder: Path, tmp_path: Path) -> None:
         labels: [...$("labels").children].map(each => each.textContent),
         pairs: [...$("pairs").rows].map(row => [...row.cells].map(cell => cell.textContent)),
         matrix: [...$("matrix").rows].map(row => [...row.cells].map(cell => cell.textContent)),
+        steps: [...$("steps").rows].map(row => [...row.cells].map(cell => cell.textContent)),
         causes: [...$("causes").children].map(each => each.textContent),
         hidden: $("diagnosis").hidden };
     """
-    found = browse(draw_trace_page(folder), tmp_path, script)
+    found = browse(page_of(traces), tmp_path, script)
     assert found["title"] == "2 ranks, 5 calls"
     assert found["labels"] == ["", "rank 0  tp +1", "pp", "rank 1  tp +1", "pp"]
     assert "rank 0: tp +1 all_reduce 0, [4] float32, 16 bytes, at r0.py:0" in found["first"]
@@ -81,22 +74,23 @@ def test_it_tells_who_waits_for_whom(folder: Path, tmp_path: Path) -> None:
         ["rank 1", "rank 0", "0.0020", "1", "pp recv 0, r1.py:1"],
     ]
     assert found["matrix"] == [["", "0", "1"], ["0", "", "20"], ["1", "0.0020", ""]]
+    assert found["steps"] == [["", "0", "1"], ["3", "0.0060", "0.0020"]]
     assert (found["causes"], found["hidden"]) == ([], True)
 
 
 @in_a_browser
-def test_a_call_that_others_never_issue_says_so(folder: Path, tmp_path: Path) -> None:
+def test_a_call_that_others_never_issue_says_so(traces: list[Trace], tmp_path: Path) -> None:
     script = """
-      pick(calls.find(call => call.rank === 0 && call.number === 1 && !call.message));
+      pick(calls.find(call => call.rank === 0 && call.turn === 1 && !call.message));
       return { told: $("told").innerText };
     """
-    told = browse(draw_trace_page(folder), tmp_path, script)["told"]
+    told = browse(page_of(traces), tmp_path, script)["told"]
     assert "has not ended" in told
     assert "rank 1 has not issued it" in told
 
 
 @in_a_browser
-def test_it_picks_ranks_and_groups_and_opens_others(folder: Path, tmp_path: Path) -> None:
+def test_it_picks_ranks_and_groups_and_opens_others(traces: list[Trace], tmp_path: Path) -> None:
     script = """
       const shown = () => rows.map(row => row.rank + " " + row.group);
       const set = (id, value) => {
@@ -108,13 +102,13 @@ def test_it_picks_ranks_and_groups_and_opens_others(folder: Path, tmp_path: Path
       const group = set("group", "pp");
       const narrow = scale(); set("zoom", "3");
       const wide = scale() / narrow;
-      const raw = data.traces.map(trace => ({ ...trace, calls: trace.calls.slice(0, 1) }));
-      load(raw);
+      const raw = data.found.traces.map(trace => ({ ...trace, calls: trace.calls.slice(0, 1) }));
+      load({ traces: raw });
       diagnose({ causes: [{ text: "rank 1 <b>left</b>" }], consequences: [], waiting: { 0: [1] } });
       return { one, none, all, group, wide, title: $("title").textContent,
         causes: [...$("causes").children].map(each => each.textContent) };
     """
-    found = browse(draw_trace_page(folder), tmp_path, script)
+    found = browse(page_of(traces), tmp_path, script)
     assert (found["one"], found["none"]) == (["1 tp,cp", "1 pp"], [])
     assert found["all"] == ["0 tp,cp", "0 pp", "1 tp,cp", "1 pp"]
     assert (found["group"], found["wide"]) == (["0 pp", "1 pp"], 8)
@@ -123,19 +117,24 @@ def test_it_picks_ranks_and_groups_and_opens_others(folder: Path, tmp_path: Path
 
 
 def test_the_command_writes_it_with_what_is_wrong(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    traces: list[Trace],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(command.trace_files, "read", lambda folder: traces)
+    monkeypatch.setattr(command.diagnosis, "read", lambda folder: traces)
     out = tmp_path / "trace.html"
-    assert main(["trace", str(folder), "-o", str(out)]) == 0
+    assert main(["trace", str(tmp_path), "-o", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"
     page = out.read_text()
     data = json.loads(page.partition("const data = ")[2].partition(";\n")[0])
-    assert [trace["rank"] for trace in data["traces"]] == [0, 1]
+    assert [trace["rank"] for trace in data["found"]["traces"]] == [0, 1]
     assert "all_reduce" in data["diagnosis"]["causes"][0]["text"]
     assert "http" not in page.replace("http-equiv", "")
 
 
-def test_too_many_calls_for_a_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_calls_for_a_page(traces: list[Trace], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_page, "MOST_CALLS", 4)
     with pytest.raises(SpecError, match="a page shows at most 4 calls, these are 5"):
-        draw_trace_page(folder)
+        page_of(traces)

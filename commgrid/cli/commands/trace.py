@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         text = side_by_side(found, args.last or 20)
     else:
         text = _summary(found, args.top or 30)
-    give(args, lambda: _as_dict(found), lambda: text)
+    give(args, lambda: as_dict_of(found), lambda: text)
     return 0
 
 
@@ -114,13 +114,14 @@ def _chosen(found: Sequence[Trace], args: argparse.Namespace) -> list[Trace]:
 def _write(found: Sequence[Trace], args: argparse.Namespace) -> None:
     if args.output.suffix == ".html":
         seen = diagnosis.diagnose(diagnosis.read(args.folder))
-        page = draw_trace_page(_as_dict(found), seen.as_dict() if seen else None)
+        page = draw_trace_page(as_dict_of(found), seen.as_dict() if seen else None)
         write_page(page, args.output)
     else:
         write_page(json.dumps(as_events(found)), args.output)
 
 
-def _as_dict(found: Sequence[Trace]) -> dict[str, Any]:
+def as_dict_of(found: Sequence[Trace]) -> dict[str, Any]:
+    """What `--json` prints."""
     return {
         "ranks": [trace.rank for trace in found],
         "dropped": sum(trace.dropped for trace in found),
