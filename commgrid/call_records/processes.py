@@ -28,6 +28,9 @@ from commgrid.layout.rank_text import describe_ranks
 TORCH = ("nccl", "gloo")
 """Backends of which torch's flight recorder is written, the last one last."""
 
+NOTICED = 5.0
+"""Seconds in which a process notices a request."""
+
 QUIET = 0.2
 """Seconds without a new line, after which stacks are whole."""
 
@@ -96,7 +99,7 @@ def space_of_pids() -> str:
 
 
 def remove(pid: int) -> None:
-    for kind in ("json", "stacks", *TORCH):
+    for kind in ("json", "stacks", "ask", "asked", *TORCH):
         with suppress(OSError):
             (folder_of_user() / f"{pid}.{kind}").unlink(missing_ok=True)
 
@@ -159,12 +162,16 @@ def of_one_job(found: Sequence[Process], pid: int | None) -> list[Process]:
     return next(iter(jobs.values()))
 
 
+AWAY = "it is on another host"
+NO_ANSWER = "it has not answered: it has ended, or records no calls"
+
+
 @dataclass(frozen=True)
 class Dumped:
     """The files of one rank.
 
     Args:
-        rank, pid: whose.
+        rank, pid: whose; 0: not known, on another host.
         stacks, records, torch: whether there are stacks, recorded calls, torch's last calls.
         why: reason that there are no stacks; "": there are.
     """
@@ -244,6 +251,34 @@ def _collect(
     if records is not None:
         (folder / f"{name}.ring").write_bytes(records.packed())
     return Dumped(process.rank, process.pid, bool(stacks), records is not None, torch, why)
+
+
+def gather(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
+    """Have a rank of this host ask those of other hosts over the job's store for their records.
+
+    Args:
+        job, folder: as of `dump`, after it.
+        timeout: seconds for their answers.
+
+    Returns:
+        The ranks of other hosts, also those that have not answered.
+    """
+    asking, until = job[0], time.monotonic() + timeout + NOTICED
+    others = set(range(asking.world_size)) - {each.rank for each in job}
+    if not others:
+        return []
+    answers = _file(asking, "asked")
+    answers.unlink(missing_ok=True)
+    half = _file(asking, "ask.half")
+    half.write_text(json.dumps({"folder": str(folder.absolute()), "timeout": timeout}))
+    half.rename(_file(asking, "ask"))
+    while not answers.exists() and time.monotonic() < until:
+        time.sleep(QUIET / 10)
+    answered = set(json.loads(answers.read_text())) if answers.exists() else set()
+    return [
+        Dumped(rank, 0, False, rank in answered, False, AWAY if rank in answered else NO_ANSWER)
+        for rank in sorted(others)
+    ]
 
 
 def whole_after(path: Path, size: int, until: float) -> bytes:

@@ -27,7 +27,7 @@ from commgrid.call_analysis.wait_cycle import circle_through
 from commgrid.call_records.operations import TRANSFERS, described
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.health.mailbox import Mailbox, NoMailboxError
-from commgrid.recording import recorder, remote, torch_dump
+from commgrid.recording import dump, recorder, remote
 from commgrid.recording.places import caller, place_of
 from commgrid.recording.recorder import ObservedGrid
 from commgrid.recording.stacks import announce, withdraw
@@ -446,6 +446,6 @@ def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     identity = f"{grid.identity}"
     announce(identity, grid.rank, torch_world.world_size(), ring)
     grid.before_destroy(lambda: withdraw(identity))
-    grid.before_destroy(torch_dump.follow(identity))
+    grid.before_destroy(dump.follow(identity))
     remote.follow()
     follow(verify, grid)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from commgrid.call_records.processes import Dumped, dump, of_one_job, running
+from commgrid.call_records.processes import Dumped, dump, gather, of_one_job, running
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
@@ -15,7 +15,8 @@ from commgrid.layout.rank_text import describe_ranks
 
 _EXAMPLES = """examples:
   commgrid dump                                 (on a host where the job hangs)
-  srun --overlap --jobid 1234 commgrid dump -o /shared/dump
+  commgrid dump --all-hosts                     (on one host of the job: all ranks' calls)
+  srun --overlap --jobid 1234 commgrid dump -o /shared/dump     (on each: stacks too)
   commgrid dump --pid 4711 -o hang              (of several jobs, the one with this process)
   commgrid diagnose commgrid_dump
 
@@ -37,6 +38,10 @@ def add_parser(commands: Any) -> None:
         "-o", "--output", type=Path, default=Path("commgrid_dump"), metavar="DIR",
         help="where to write (default commgrid_dump)",
     )  # fmt: skip
+    parser.add_argument(
+        "--all-hosts", action="store_true",
+        help="also the recorded calls of ranks on other hosts, through the job's store",
+    )  # fmt: skip
     parser.add_argument("--pid", type=int, metavar="PID", help="a rank of the job, if several run")
     parser.add_argument(
         "--timeout", type=float, default=10.0, metavar="SECONDS",
@@ -47,7 +52,10 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if not args.timeout > 0:
         raise SpecError(f"--timeout {args.timeout:g}: expected seconds, more than 0")
-    found = dump(of_one_job(running(), args.pid), args.output, args.timeout)
+    job = of_one_job(running(), args.pid)
+    found = dump(job, args.output, args.timeout)
+    if args.all_hosts:
+        found += gather(job, args.output, args.timeout)
     give(
         args,
         lambda: {"folder": str(args.output), "ranks": [asdict(each) for each in found]},

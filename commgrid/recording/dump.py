@@ -1,0 +1,126 @@
+"""Dumps of this process: what a thread writes for `commgrid dump`, also in a job without a trace.
+
+<tmp>/commgrid-<user>/4711.stacks      grew, after SIGUSR1
+<tmp>/commgrid-<user>/4711.nccl, .gloo  torch's flight recorder: its pickles, with the ranks of
+                                        each group
+<tmp>/commgrid-<user>/4711.ask          asks it to gather the records of ranks on other hosts
+<tmp>/commgrid-<user>/4711.asked        the ranks that have answered
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import pickle
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from commgrid.call_records import files as trace_files
+from commgrid.call_records.processes import folder_of_user
+from commgrid.recording.remote import others
+from commgrid.recording.stacks import stacks_size
+from commgrid.rendezvous.timeouts import timeouts
+from commgrid.torch_compat import world as torch_world
+
+_log = logging.getLogger("commgrid")
+
+
+class _Dumping:
+    """The thread, which looks once a beat for requests, and for stacks that a signal has written."""
+
+    def __init__(self) -> None:
+        self.grids: set[str] = set()
+        self._seen = stacks_size()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="commgrid dumps", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs; a forked process does not have it."""
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End it."""
+        self._ended.set()
+        self._thread.join(2 * timeouts().beat)
+
+    def _run(self) -> None:
+        while not self._ended.wait(timeouts().beat):
+            size = stacks_size()
+            try:
+                if size > self._seen:
+                    _write_torchs()
+                if _file("ask").exists():
+                    _gather()
+            except Exception:
+                _log.exception("commgrid dump gets no answer from this rank")
+            self._seen = size
+
+
+_dumping: list[_Dumping] = []  # one at most
+_lock = threading.Lock()
+
+
+def follow(grid: str) -> Callable[[], None]:
+    """Write dumps while a grid lives; return the function that ends it."""
+    with _lock:
+        if not _dumping or not _dumping[0].is_alive:
+            _dumping[:] = [_Dumping()]
+            atexit.unregister(_stop)
+            atexit.register(_stop)  # its thread must not be within torch when Python is taken down
+        _dumping[0].grids.add(grid)
+
+    def leave() -> None:
+        with _lock:
+            for each in _dumping:
+                each.grids.discard(grid)
+        if not any(each.grids for each in _dumping):
+            _stop()
+
+    return leave
+
+
+def _stop() -> None:
+    with _lock:
+        if _dumping:
+            _dumping.pop().stop()
+
+
+def _file(kind: str) -> Path:
+    return folder_of_user() / f"{os.getpid()}.{kind}"
+
+
+def _write(kind: str, data: bytes) -> None:
+    """Write a file for `commgrid dump`, which finds it whole or not at all."""
+    half = _file(f"{kind}.half")
+    with suppress(OSError):
+        half.write_bytes(data)
+        half.rename(_file(kind))
+
+
+def _write_torchs() -> None:
+    """Write what torch has recorded, gloo's last: `commgrid dump` waits for that file."""
+    about = {"host": socket.gethostname(), "at": time.time()}
+    for backend, held in torch_world.flight_records().items():
+        _write(backend, pickle.dumps({**held, "commgrid": about}))
+
+
+def _gather() -> None:
+    """Ask all ranks for their records over the store, and write them where `commgrid dump` says."""
+    request = json.loads(_file("ask").read_bytes())
+    _file("ask").unlink()
+    answered = []
+    for data in others(torch_world.world_rank(), request["timeout"]):
+        (trace,) = trace_files.parse([data])
+        answered.append(trace.rank)
+        path = Path(request["folder"]) / f"rank_{trace.rank:05}.ring"
+        if not path.exists():  # that of this host has more
+            path.write_bytes(data)
+    _write("asked", json.dumps(answered).encode())
