@@ -1,231 +1,236 @@
-"""All ranks' calls side by side: which of them belong together, and which rank waits for which."""
+"""Events: the calls of different ranks that belong together. This is the one matcher.
+
+    rank 0   tp all_reduce 0   tp all_reduce 1   ┐
+    rank 1   tp all_reduce 0   tp all_reduce 1   ┘ the collective with turn 1 of tp: one event
+
+An event is the n-th collective of a communicator, or the n-th message of a communicator, a source,
+a target and a tag. The n is a call's recorded turn; where none was recorded, it is counted. Two
+communicators differ if their keys or ranks do; names decide only where no key was recorded.
+
+Some calls belong to no event, as it is not known which: a call on a communicator of which neither
+key nor ranks were recorded, a message to a rank that receives from any source there, and a message
+on a communicator without recorded ranks, where a place does not tell a rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from commgrid.call_records.call import Call, Group
-from commgrid.call_records.trace import Trace
+
+NEVER = 1 << 60  # a step that no program has
+
+Channel = tuple[int, ...]
+"""A communicator's number, and of messages source, target and tag: what turns are counted on."""
+
+Part = int | str
+"""The rank of a collective's side; `send` or `recv` of a message's."""
 
 
-@dataclass(frozen=True)
-class PendingCall:
-    """A call that a rank has not come out of.
+@dataclass(slots=True, eq=False)
+class QueueEntry:
+    """A place in a queue: the queue, its number there, what it holds, how much is not over."""
+
+    queue: Hashable
+    place: int
+    sides: list[EventSide] = field(default_factory=list)
+    left: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class EventSide:
+    """One rank's part in an event.
 
     Args:
-        rank: whose.
-        call: which.
-        turn: its place in the order by which calls are matched.
-        absent: the members that have not entered their part of it.
-        behind: members whose device has another call to finish first.
-        seconds: for how long; None where the traces do not say when they were written.
+        rank, call: whose, and what it issues.
+        number: how many the rank had issued on the communicator before.
+        at: the step of a program that issues it.
+        waited: the first step that waits for it; `NEVER`: none does.
+        thread: that takes this step.
+        entry: its place in a queue, shared by a batch; None: it is in none.
     """
 
     rank: int
     call: Call
-    turn: int
-    absent: tuple[int, ...]
-    behind: tuple[int, ...]
-    seconds: float | None
+    event: Event
+    number: int
+    at: int = 0
+    waited: int = NEVER
+    thread: int = 0
+    entry: QueueEntry | None = None
 
-    def __str__(self) -> str:
-        """The call by its group and turn: `tp all_reduce 3`."""
-        return f"{self.call.group.first} {self.call.operation} {self.turn}"
+
+@dataclass(slots=True, eq=False)
+class Event:
+    """A collective, or a message, of all sides that take part.
+
+    Args:
+        group: the communicator, with its ranks.
+        channel, turn: its identity.
+        needs: the ranks.
+        sides: what they issue, in no order; fewer than needs where a call is not recorded.
+        begun, is_over: how many of them have begun, and whether it is over, as far as was played.
+    """
+
+    group: Group
+    channel: Channel
+    turn: int
+    needs: tuple[int, ...]
+    sides: list[EventSide] = field(default_factory=list)
+    begun: int = 0
+    is_over: bool = False
+
+    @property
+    def is_message(self) -> bool:
+        """Whether it is between two ranks alone."""
+        return len(self.channel) > 1
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all sides issue it."""
+        return len(self.sides) == len(self.needs)
+
+    @property
+    def calls(self) -> dict[int, Call]:
+        """By rank, what it issues."""
+        return {side.rank: side.call for side in self.sides}
+
+    def parts(self) -> Iterable[tuple[int, Part]]:
+        """Each rank with its part."""
+        if self.is_message:
+            return zip(self.needs, ("send", "recv"), strict=True)
+        return ((rank, rank) for rank in self.needs)
 
 
 @dataclass
-class Ledger:
-    """Every rank's trace, by communicator.
+class Matched:
+    """The calls of all ranks, with the events they belong to.
 
     Args:
-        traces: by rank.
-        now: when the last of them was written, in seconds of the wall clock.
-        turns: of each communicator and rank, its collectives by turn.
-        transfers: of each communicator, `send` or `recv`, and ranks from and to, calls by turn.
+        events: by identity.
+        sides: of each rank, one for each of its calls; None: it belongs to no event.
+        issued: by channel and part, how many calls were issued.
+        groups: the communicators, by number.
     """
 
-    traces: dict[int, Trace]
-    now: float
-    turns: dict[Group, dict[int, dict[int, Call]]] = field(default_factory=dict)
-    transfers: dict[tuple[Group, str, int, int], dict[int, Call]] = field(default_factory=dict)
-    # Ranks that receive from any rank: their messages cannot be matched.
-    _open: set[tuple[Group, int]] = field(default_factory=set)
-    # Groups without recorded ranks: the place of a peer does not tell its rank.
-    _inferred: set[Group] = field(default_factory=set)
+    events: dict[tuple[Channel, int], Event] = field(default_factory=dict)
+    sides: dict[int, list[EventSide | None]] = field(default_factory=dict)
+    issued: dict[tuple[Channel, Part], int] = field(default_factory=dict)
+    groups: list[Group] = field(default_factory=list)
+    _numbers: dict[object, int | None] = field(default_factory=dict)
+    _kept: list[Group] = field(default_factory=list)  # so that no id is used again
+    _inferred: set[int] = field(default_factory=set)  # groups whose members are those that call
+    _open: set[tuple[int, int]] = field(default_factory=set)  # where a rank receives from any
 
-    @classmethod
-    def of(cls, traces: Iterable[Trace]) -> Ledger:
-        held, inferred = _with_ranks({trace.rank: _present(trace) for trace in traces})
-        ledger = cls(held, max((_end(trace) for trace in held.values()), default=0.0))
-        ledger._inferred = inferred
-        for trace in held.values():
-            ledger._open |= {
-                (call.group, trace.rank) for call in trace.calls
-                if call.operation == "recv" and call.peer is None
-            }  # fmt: skip
-        for trace in held.values():
-            ledger._enter(trace)
-        return ledger
-
-    def _enter(self, trace: Trace) -> None:
-        counts: dict[tuple[str, str, int | None], int] = {}
-        for call in trace.calls:
-            of = (call.group.name, call.operation if call.is_transfer else "", call.peer)
-            turn = counts.get(of, 0) if call.turn is None else call.turn
-            counts[of] = turn + 1
-            if not call.is_transfer:
-                self.turns.setdefault(call.group, {}).setdefault(trace.rank, {})[turn] = call
-            elif (way := self.way(trace.rank, call)) is not None:
-                self.transfers.setdefault((call.group, call.operation, *way), {})[turn] = call
-
-    def ranks(self) -> set[int]:
-        """Every rank that a trace knows of."""
-        found = set(self.traces)
-        for trace in self.traces.values():
-            found.update(*trace.members.values(), *(group.ranks for group in _groups(trace)))
-        return found
-
-    def way(self, rank: int, call: Call) -> tuple[int, int] | None:
-        """Source and target of a transfer; None: its receiver takes from any rank."""
-        if call.peer is None or call.group in self._inferred:
-            return None
-        source, target = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
-        return None if (call.group, target) in self._open else (source, target)
-
-    def turn(self, rank: int, call: Call) -> int:
-        """The place of a rank's call in the order by which calls are matched."""
-        if call.turn is not None:
-            return call.turn
-        way = self.way(rank, call)
-        held: Mapping[int, Call] = (
-            self.transfers.get((call.group, call.operation, *way), {})
-            if call.is_transfer and way is not None
-            else self.turns.get(call.group, {}).get(rank, {})
-        )
-        return next((turn for turn, each in held.items() if each is call), 0)
-
-    def entered(self, group: Group, rank: int) -> int:
-        """How many collectives a rank has issued on a communicator."""
-        trace = self.traces.get(rank)
-        if trace is None:
-            return 0
-        held = self.turns.get(group, {}).get(rank, {})
-        return max(max(held, default=-1) + 1, trace.entered.get(group.name, 0))
-
-    def has_ended(self, group: Group, rank: int, turn: int) -> bool:
-        """Whether a rank is done with its collective of a turn."""
-        call = self.turns.get(group, {}).get(rank, {}).get(turn)
-        return turn < self.entered(group, rank) if call is None else call.ended is not None
-
-    def partners(self, rank: int, call: Call) -> dict[int, Call]:
-        """By rank, the calls of others that belong to a rank's, as far as they are kept."""
-        group, turn = call.group, self.turn(rank, call)
-        if not call.is_transfer:
-            every = self.turns[group].items()
-            return {r: held[turn] for r, held in every if turn in held and r != rank}
-        way = self.way(rank, call)
-        if way is None:
-            return {}
-        other = "recv" if call.operation == "send" else "send"
-        found = self.transfers.get((group, other, *way), {}).get(turn)
-        return {} if found is None else {way[0] if way[1] == rank else way[1]: found}
-
-    def absent(self, rank: int, call: Call) -> tuple[int, ...]:
-        """The members that have not entered their part of a rank's call."""
-        group, turn = call.group, self.turn(rank, call)
-        if not call.is_transfer:
-            return tuple(m for m in group.ranks if self.entered(group, m) <= turn)
-        way = self.way(rank, call)
-        if way is None:
-            return ()
-        peer = way[0] if way[1] == rank else way[1]
-        other = "recv" if call.operation == "send" else "send"
-        held = self.transfers.get((group, other, *way), {})
-        return () if turn <= max(held, default=-1) else (peer,)
-
-    def waits(self, rank: int) -> list[PendingCall]:
-        """The unfinished calls of a rank, the first one first."""
-        found = []
-        for call in self._under_way(self.traces[rank]):
-            absent = self.absent(rank, call)
-            behind: tuple[int, ...] = ()
-            if self.traces[rank].on_device:
-                behind = tuple(
-                    each for each, theirs in self.partners(rank, call).items()
-                    if theirs.ended is None and self._first(each) is not theirs
-                )  # fmt: skip
-            timed = self.traces[rank].at is not None
-            seconds = max(self.now - call.began, 0.0) if timed else None
-            found.append(PendingCall(rank, call, self.turn(rank, call), absent, behind, seconds))
-        return found
-
-    def _first(self, rank: int) -> Call | None:
-        """The call that a device has to finish first."""
-        return next((call for call in self.traces[rank].calls if call.ended is None), None)
-
-    def _under_way(self, trace: Trace) -> list[Call]:
-        if trace.on_device:
-            first = self._first(trace.rank)
-            return [] if first is None else [first]
-        if trace.waits is not None:
-            waited = set(trace.waits)
-            found = [
-                call for call in trace.calls
-                if call.issued is None
-                or ((call.group.name, call.number) in waited and not call.ended)
-            ]  # fmt: skip
-            if found or trace.over:
-                return found
-        if trace.waits is None:
-            return [call for call in trace.calls if call.ended is None]
-        # On a device a host's wait ends at once: what others have not entered is waited for.
-        return [call for call in trace.calls[-_RECENT:] if self.absent(trace.rank, call)][:1]
-
-
-_RECENT = 2000
-
-
-def _present(trace: Trace) -> Trace:
-    """A trace without the calls on communicators of before that had the same names."""
-    if not trace.since:
-        return trace
-    calls = tuple(
-        call for call in trace.calls if call.began >= trace.since.get(call.group.name, 0.0)
-    )
-    return replace(trace, calls=calls)
-
-
-def _groups(trace: Trace) -> set[Group]:
-    return {call.group for call in trace.calls}
-
-
-def _with_ranks(traces: dict[int, Trace]) -> tuple[dict[int, Trace], set[Group]]:
-    """Take the ranks that issue calls on a group for its members, if these were not recorded.
-
-    Returns:
-        The traces, and the groups whose members are taken so.
-    """
-    found: dict[str, set[int]] = {}
-    for trace in traces.values():
-        for group in _groups(trace):
+    def number(self, group: Group) -> int | None:
+        """The number of a communicator; None: neither key nor ranks are known."""
+        found = self._numbers.get(id(group), -1)
+        if found != -1:
+            return found
+        identity = group.key or group.name, group.ranks
+        found = self._numbers.get(identity, -1)
+        if found == -1 and not group.ranks:
+            known = [n for n, each in enumerate(self.groups) if group.key and each.key == group.key]
+            found = known[0] if len(known) == 1 else None if not group.key else -1
+        if found == -1:
+            found = len(self.groups)
+            self.groups.append(group)
             if not group.ranks:
-                found.setdefault(group.name, set()).add(trace.rank)
-    groups = {name: Group(name, tuple(sorted(ranks))) for name, ranks in found.items()}
-    if not groups:
-        return traces, set()
+                self._inferred.add(found)
+        self._kept.append(group)
+        self._numbers[id(group)] = self._numbers[identity] = found
+        return found
 
-    def known(call: Call) -> Call:
-        return call if call.group.ranks else replace(call, group=groups[call.group.name])
+    def channel(
+        self, group: Group, operation: str, source: int | None, target: int | None, tag: int
+    ) -> Channel | None:
+        """The channel of a collective, or of a message; None: it is not known."""
+        number = self.number(group)
+        if number is None or operation not in ("send", "recv"):
+            return None if number is None else (number,)
+        if number in self._inferred or source is None or target is None:
+            return None
+        return None if (number, target) in self._open else (number, source, target, tag)
 
-    found_here = {
-        rank: replace(trace, calls=tuple(known(call) for call in trace.calls))
-        for rank, trace in traces.items()
-    }
-    return found_here, set(groups.values())
+    def note(self, channel: Channel | None, part: Part, count: int) -> None:
+        """Note that so many calls were issued, also if none of them is kept."""
+        if channel is not None:
+            self.issued[channel, part] = max(self.issued.get((channel, part), 0), count)
+
+    def absent(self, event: Event) -> tuple[int, ...]:
+        """The ranks that have not entered an event."""
+        return tuple(
+            rank for rank, part in event.parts()
+            if self.issued.get((event.channel, part), 0) <= event.turn
+        )  # fmt: skip
+
+    def _meet(self, calls: Mapping[int, Iterable[Call]], known: Iterable[Group]) -> None:
+        """Know the communicators, those with ranks first, and who receives from any source."""
+        met = {id(call.group): call.group for own in calls.values() for call in own}
+        met |= {id(group): group for group in known}
+        for group in sorted(met.values(), key=lambda each: not each.ranks):
+            self.number(group)
+        callers: dict[int, set[int]] = {}
+        for rank, own in calls.items():
+            for call in own:
+                number = self._numbers[id(call.group)]
+                if number in self._inferred:
+                    callers.setdefault(number, set()).add(rank)
+                if call.operation == "recv" and call.peer is None and number is not None:
+                    self._open.add((number, rank))
+        for number, ranks in callers.items():
+            self.groups[number] = replace(self.groups[number], ranks=tuple(sorted(ranks)))
+
+    def _enter(self, rank: int, call: Call, counts: dict[object, int], by_tag: bool) -> None:
+        source, target = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
+        tag = call.tag if by_tag else 0
+        channel = self.channel(call.group, call.operation, source, target, tag)
+        group = self._numbers[id(call.group)]
+        number = counts[group] = counts.get(group, -1) + 1
+        if channel is None:
+            self.sides[rank].append(None)
+            return
+        part: Part = call.operation if call.is_transfer else rank
+        turn = counts.get((channel, part), 0)
+        # A recorded turn counts messages of one tag.
+        if call.turn is not None and (by_tag or not call.is_transfer):
+            turn = call.turn
+        counts[channel, part] = turn + 1
+        self.note(channel, part, turn + 1)
+        event = self.events.get((channel, turn))
+        if event is None:
+            ranks = self.groups[channel[0]].ranks if len(channel) == 1 else channel[1:3]
+            event = Event(self.groups[channel[0]], channel, turn, ranks)
+            self.events[channel, turn] = event
+        side = EventSide(rank, call, event, number if call.number is None else call.number)
+        event.sides.append(side)
+        self.sides[rank].append(side)
 
 
-def _end(trace: Trace) -> float:
-    if trace.at is not None:
-        return trace.at
-    return max((call.ended or call.began for call in trace.calls), default=0.0)
+def match(
+    calls: Mapping[int, Iterable[Call]], known: Iterable[Group] = (), by_tag: bool = True
+) -> Matched:
+    """Find the events that calls belong to.
+
+    Args:
+        calls: of each rank, in the order in which it issues them.
+        known: communicators that ranks are members of; of one without recorded ranks that no other
+            record has ranks of, the ranks that call there are taken for its members.
+        by_tag: whether messages meet by tag, as on gloo; else by order alone.
+
+    Example:
+        >>> tp = Group("tp", (0, 1))
+        >>> found = match({0: [Call(tp, "send", 1)], 1: [Call(tp, "recv", 0), Call(tp, "barrier")]})
+        >>> [(event.needs, found.absent(event)) for event in found.events.values()]
+        [((0, 1), ()), ((0, 1), (0,))]
+    """
+    kept = {rank: list(own) for rank, own in calls.items()}
+    found = Matched()
+    found._meet(kept, known)
+    for rank, own in kept.items():
+        found.sides[rank] = []
+        counts: dict[object, int] = {}
+        for call in own:
+            found._enter(rank, call, counts, by_tag)
+    return found

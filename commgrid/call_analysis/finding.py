@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from commgrid.layout.rank_text import describe_ranks
+
+Severity = Literal["error", "warning", "unknown"]
+
+_SEVERITIES: dict[str, Severity] = {
+    "slow rank": "warning", "missing rank": "unknown", "silent rank": "unknown",
+    "possible deadlock": "unknown",
+}  # fmt: skip
+_CIRCLES = ("deadlock", "crossed transfers", "possible deadlock")
+_EXCLUDED = ("ended early", "killed", "stopped", "slow rank")  # kinds
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,25 @@ class Finding:
     seconds: float | None
     text: str
 
+    @property
+    def severity(self) -> Severity:
+        """`error`: ranks hang, or go wrong; `warning`: slow; `unknown`: records cannot tell."""
+        return _SEVERITIES.get(self.kind, "error")
+
+    @property
+    def is_circle(self) -> bool:
+        """Whether its ranks wait for each other."""
+        return self.kind in _CIRCLES
+
+    @property
+    def exclude(self) -> tuple[int, ...]:
+        """The ranks to leave out when restarting; never one that waits for others."""
+        return self.ranks if self.kind in _EXCLUDED else ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {**asdict(self), "severity": self.severity, "exclude": list(self.exclude)}
+
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -63,16 +91,26 @@ class Diagnosis:
 
     @property
     def is_open(self) -> bool:
-        """Whether all depends on ranks of which there are no records."""
-        return bool(self.missing) and all(each.kind == "missing rank" for each in self.causes)
+        """Whether nothing is known to be wrong, and records do not tell that all is right."""
+        is_known = any(each.severity != "unknown" for each in self.causes)
+        return not is_known and bool(self.missing or self.causes)
+
+    @property
+    def severity(self) -> Severity | None:
+        """The worst of the causes'; None: there is none."""
+        found = {each.severity for each in self.causes}
+        worst: tuple[Severity, ...] = ("error", "warning", "unknown")
+        return next((each for each in worst if each in found), None)
 
     def as_dict(self) -> dict[str, Any]:
         """As `commgrid diagnose --json` prints it."""
         return {
             "ranks": list(self.ranks),
             "missing": list(self.missing),
-            "causes": [asdict(each) for each in self.causes],
-            "consequences": [asdict(each) for each in self.consequences],
+            "severity": self.severity,
+            "exclude": sorted({rank for each in self.causes for rank in each.exclude}),
+            "causes": [each.as_dict() for each in self.causes],
+            "consequences": [each.as_dict() for each in self.consequences],
             "waiting": {str(rank): list(others) for rank, others in self.waiting.items()},
         }
 

@@ -1,158 +1,213 @@
-"""Calls that members of a communicator have made at the same turn, and that do not go together.
+"""Agreement of an event's sides: what differs, which ranks are the odd ones, and how that is said.
 
-Lines never decide: ranks may make one call from several. They only say which of two ranks has left
-out a call, or made one too early, once the calls themselves do not go together.
+The diagnosis of records, the check of programs and the live check ask the same functions. A value
+that was not recorded agrees with every other. Lines decide nothing: ranks may make one call from
+several.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from commgrid.call_analysis.event import Ledger
+from commgrid.call_analysis.event import Channel, Event
 from commgrid.call_analysis.finding import Finding, said
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.operations import Alike
 
-KINDS_OF_CALLS = (
-    "skipped call", "extra call", "other order", "other operation", "other root",
-    "other reduction", "other dtype", "other shape", "other size",
-    "other members",
-)  # fmt: skip
-"""Kinds of findings about calls that do not go together."""
-
-_DIFFERS = {
+_KINDS = {
     "operation": "other operation", "root": "other root", "reduction": "other reduction",
     "dtype": "other dtype", "size": "other shape",
 }  # fmt: skip
-_AHEAD = 8  # calls within which two that were swapped are found
+_EMPTY = -1  # the size of a tensor without elements; 0: not recorded, or sizes may differ
 
 
-def mismatches(ledger: Ledger) -> Iterator[Finding]:
+class Party(NamedTuple):
+    """Ranks whose calls agree, and the properties that are recorded of any of them."""
+
+    ranks: list[int]
+    alike: Alike
+
+
+def difference(one: Alike, other: Alike) -> str:
+    """The kind of finding if two calls do not belong together; "": they agree.
+
+    >>> mine = Alike("all_reduce", "float32", 8, None, "SUM")
+    >>> difference(mine, mine._replace(dtype="int64")), difference(mine, mine._replace(dtype=""))
+    ('other dtype', '')
+    """
+    for name, kind in _KINDS.items():
+        here, there = getattr(one, name), getattr(other, name)
+        if here != there and _is_known(name, here) and _is_known(name, there):
+            return "other size" if (kind, one[0]) == ("other shape", "message") else kind
+    return ""
+
+
+def _is_known(name: str, value: object) -> bool:
+    return value not in ("", None) and not (name == "size" and value == 0)
+
+
+def _alike(call: Call) -> Alike:
+    found = call.alike
+    if not call.bytes and not call.shape:  # a size of 1 is no size
+        return found._replace(size=0)
+    return found._replace(size=_EMPTY) if call.bytes == 0 and 0 in call.shape else found
+
+
+def agree(one: Call, other: Call) -> bool:
+    """Whether two calls can belong to one event."""
+    return not difference(_alike(one), _alike(other))
+
+
+def parties(calls: Mapping[int, Call]) -> list[Party]:
+    """Ranks by what they issue, the most frequent first; one party: all agree."""
+    found: list[Party] = []
+    for rank in sorted(calls):
+        mine = _alike(calls[rank])
+        for i, (ranks, theirs) in enumerate(found):
+            if not difference(mine, theirs):
+                known = {
+                    name: value for name, value in mine._asdict().items() if _is_known(name, value)
+                }
+                found[i] = Party([*ranks, rank], theirs._replace(**known))
+                break
+        else:
+            found.append(Party([rank], mine))
+    return sorted(found, key=lambda party: -len(party.ranks))
+
+
+def both(sides: Iterable[tuple[Sequence[int], str, str]]) -> str:
+    """Calls that differ, in words.
+
+    Args:
+        sides: ranks, what they issue, and where.
+
+    Example:
+        >>> both([((0, 1), "barrier", "a.py:3 f"), ((2,), "all_reduce", "a.py:4 f")])
+        'barrier at a.py:3 f on ranks 0-1, all_reduce at a.py:4 f on rank 2'
+    """
+    return ", ".join(
+        f"{words}{f' at {where}' if where else ''} on {said(ranks)}"
+        for ranks, words, where in sides
+    )
+
+
+def mismatches(events: Iterable[Event]) -> Iterator[Finding]:
     """The first of each communicator, and of each pair of ranks that send to each other."""
-    for group, held in ledger.turns.items():
-        found = _first_of(group, held)
-        if found is not None:
-            yield found
-    yield from _transfers(ledger)
+    channels: dict[Channel, dict[int, Event]] = {}
+    for event in events:
+        channels.setdefault(event.channel, {})[event.turn] = event
+    for turns in channels.values():
+        for turn in sorted(turns):
+            found = parties(turns[turn].calls)
+            if len(found) > 1:
+                explain = _of_message if turns[turn].is_message else _of_collective
+                yield explain(turns, turn, found)
+                break
+    for turns in channels.values():
+        yield from _uneven(turns)
 
 
-def _first_of(group: Group, held: Mapping[int, Mapping[int, Call]]) -> Finding | None:
-    """The first turn of a communicator at which members' collectives differ."""
-    for turn in sorted({turn for calls in held.values() for turn in calls}):
-        calls = {rank: each[turn] for rank, each in held.items() if turn in each}
-        kinds = {rank: call.alike for rank, call in calls.items()}
-        if len(set(kinds.values())) > 1:
-            return _explain(group, held, turn, calls, kinds)
-    return None
+def _of_message(turns: Mapping[int, Event], turn: int, found: list[Party]) -> Finding:
+    event = turns[turn]
+    (source, target), calls = event.needs, event.calls
+    one, other = calls[source], calls[target]
+    kind = difference(found[0].alike, found[1].alike)
+    text = (
+        f"rank {source} sends what rank {target} does not expect ({kind}): {event.group.first} "
+        f"send {turn} is {one.said()} at {one.where}, the recv is {other.said()} at {other.where}"
+    )
+    return _finding(kind, (source, target), event, (one, other), (), text)
 
 
-def _explain(
-    group: Group,
-    held: Mapping[int, Mapping[int, Call]],
-    turn: int,
-    calls: Mapping[int, Call],
-    kinds: Mapping[int, Alike],
-) -> Finding:
-    counts = Counter(kinds.values())
-    # If both kinds are as frequent, the rank that has gone on has left a call out.
-    best = max(counts.values())
-    usual = next(k for k in (kinds[r] for r in sorted(kinds)) if counts[k] == best)
-    odd = sorted(rank for rank in calls if kinds[rank] != usual)
-    same = sorted(rank for rank in calls if kinds[rank] == usual)
-    kind, who = _kind(held, turn, odd[0], same[0], calls, kinds)
-    even = len(odd) == len(same)
-    if who in same and even:
-        odd, same = same, odd
-    elif who in same and kind == "skipped call":
-        kind = "extra call"
-    mine, theirs = calls[odd[0]], calls[same[0]]
-    began = min(call.began for call in calls.values())
+def _of_collective(turns: Mapping[int, Event], turn: int, found: list[Party]) -> Finding:
+    event = turns[turn]
+    same = found[0].ranks
+    odd = sorted(rank for party in found[1:] for rank in party.ranks)
+    kind = _kind(turns, turn, odd[0], same[0])
+    if kind == "extra call" and len(odd) == len(same):
+        # If both kinds are as frequent, the rank that has continued has left a call out.
+        kind, odd, same = "skipped call", same, odd
+    kind = kind or difference(found[1].alike, found[0].alike)
+    mine, theirs = event.calls[odd[0]], event.calls[same[0]]
+    name = event.group.first
     if kind == "skipped call":
         text = (
-            f"{said(odd)} skipped {group.first} {theirs.operation} {turn} of {theirs.where}, "
-            f"which {said(same)} issued: went on with {mine.said()} at {mine.where}"
+            f"{said(odd)} skipped {name} {theirs.operation} {turn} of {theirs.where}, "
+            f"which {said(same)} issued: the next call was {mine.said()} at {mine.where}"
         )
     elif kind == "extra call":
         text = (
-            f"{said(odd)} issued {group.first} {mine.said()} {turn} at {mine.where}, which "
+            f"{said(odd)} issued {name} {mine.said()} {turn} at {mine.where}, which "
             f"{said(same)} did not: there it is {theirs.said()} at {theirs.where}"
         )
     else:
         text = (
-            f"{said(odd)} and {said(same)} issued different calls as {group.first} {turn} "
-            f"({kind}): {mine.said()} at {mine.where} on {said(odd)}, {theirs.said()} at "
-            f"{theirs.where} on {said(same)}"
+            f"{said(odd)} and {said(same)} issued different calls as {name} {turn} ({kind}): "
+            f"{both([(odd, mine.said(), mine.where), (same, theirs.said(), theirs.where)])}"
         )
+    return _finding(kind, tuple(odd), event, (mine, theirs), tuple(same), text)
+
+
+def _kind(turns: Mapping[int, Event], turn: int, odd: int, same: int) -> str:
+    """The kind of finding that follows from later calls on the communicator; "": none does."""
+    mine, theirs = (
+        {t: each.calls[rank] for t, each in turns.items() if t >= turn and rank in each.calls}
+        for rank in (odd, same)
+    )
+    next_here, next_there = mine.get(turn + 1), theirs.get(turn + 1)
+    if (
+        next_here
+        and next_there
+        and agree(mine[turn], next_there)
+        and agree(next_here, theirs[turn])
+    ):
+        return "other order"
+    if _is_one_behind(theirs, mine):
+        return "extra call"
+    return "skipped call" if _is_one_behind(mine, theirs) else ""
+
+
+def _is_one_behind(one: Mapping[int, Call], other: Mapping[int, Call]) -> bool:
+    """Whether each call of one rank is the next one of the other, as far as both have issued."""
+    pairs = [(call, other[turn + 1]) for turn, call in one.items() if turn + 1 in other]
+    return bool(pairs) and all(agree(*pair) for pair in pairs)
+
+
+def _uneven(turns: Mapping[int, Event]) -> Iterator[Finding]:
+    """The first all-to-all in which a rank sends another amount than the other side expects."""
+    for turn in sorted(turns):
+        event = turns[turn]
+        places, calls = range(len(event.needs)), event.calls
+        for i, source in enumerate(event.needs):
+            for j, target in enumerate(event.needs):
+                if source not in calls or target not in calls:
+                    continue
+                sent, taken = calls[source].sizes, calls[target].sizes
+                if len(sent) == len(taken) == 2 * len(places):
+                    given, expected = sent[j], taken[len(places) + i]
+                    if given != expected:
+                        yield _of_pair(event, source, target, given, expected)
+                        return
+
+
+def _of_pair(event: Event, source: int, target: int, given: int, expected: int) -> Finding:
+    one, other = event.calls[source], event.calls[target]
+    text = (
+        f"rank {source} sends {given:,} bytes to rank {target} in {event.group.first} "
+        f"{one.operation} {event.turn} at {one.where}, which expects {expected:,} from it at "
+        f"{other.where}"
+    )
+    return _finding("other size", (source, target), event, (one, other), (), text)
+
+
+def _finding(
+    kind: str, ranks: tuple[int, ...], event: Event, calls: Sequence[Call],
+    waiting: tuple[int, ...], text: str,
+) -> Finding:  # fmt: skip
+    began = min(call.began for call in event.calls.values())
+    group: Group = event.group
     return Finding(
-        kind, tuple(odd), group.name, group.ranks, mine.operation, turn,
-        (mine.where, theirs.where), tuple(same), began, None, text,
+        kind, ranks, group.name, group.ranks, calls[0].operation, event.turn,
+        tuple(call.where for call in calls), waiting, began, None, text,
     )  # fmt: skip
-
-
-def _kind(
-    held: Mapping[int, Mapping[int, Call]],
-    turn: int,
-    odd: int,
-    same: int,
-    calls: Mapping[int, Call],
-    kinds: Mapping[int, Alike],
-) -> tuple[str, int]:
-    """Return the kind of the finding, and which of two ranks is the odd one."""
-    for rank, other in ((odd, same), (same, odd)):
-        mine, theirs = held[rank], held[other]
-        next_here, later = mine.get(turn + 1), theirs.get(turn + 1)
-        if later is not None and _like(mine[turn], later):
-            if next_here is not None and _like(next_here, theirs[turn]):
-                return "other order", rank
-            following = (theirs.get(turn + 2), next_here)
-            if following[0] is None or following[1] is None or _like(following[0], following[1]):
-                return "skipped call", rank
-        if later is None and _left_out(mine, turn, theirs[turn]):
-            if any(_like(mine[t], theirs[turn]) for t in _after(mine, turn)):
-                return "other order", rank
-            return "skipped call", rank
-    first, second = kinds[odd], kinds[same]
-    differs = [name for name in Alike._fields if getattr(first, name) != getattr(second, name)]
-    return _DIFFERS[min(differs, key=list(_DIFFERS).index)], odd
-
-
-def _after(calls: Mapping[int, Call], turn: int) -> list[int]:
-    return [t for t in range(turn + 1, turn + 1 + _AHEAD) if t in calls]
-
-
-def _like(one: Call, other: Call) -> bool:
-    return one.where == other.where and one.alike == other.alike
-
-
-def _left_out(calls: Mapping[int, Call], turn: int, missing: Call) -> bool:
-    """Whether, the last time that a rank made its call of a turn, the missing one came before."""
-    for t in range(turn - 1, 0, -1):
-        if t not in calls or t - 1 not in calls:
-            return False
-        if _like(calls[t], calls[turn]):
-            return _like(calls[t - 1], missing)
-    return False
-
-
-def _transfers(ledger: Ledger) -> Iterator[Finding]:
-    """Sends and receives of two ranks that belong together, and are of different size or type."""
-    for (group, operation, source, target), sent in ledger.transfers.items():
-        if operation != "send":
-            continue
-        taken = ledger.transfers.get((group, "recv", source, target), {})
-        for turn in sorted(sent.keys() & taken.keys()):
-            one, other = sent[turn], taken[turn]
-            if one.alike == other.alike:
-                continue
-            kind = "other dtype" if one.dtype != other.dtype else "other size"
-            text = (
-                f"rank {source} sends what rank {target} does not expect ({kind}): {group.first} "
-                f"send {turn} is {one.said()} at {one.where}, the recv is "
-                f"{other.said()} at {other.where}"
-            )
-            yield Finding(
-                kind, (source, target), group.name, group.ranks, "send", turn,
-                (one.where, other.where), (), min(one.began, other.began), None, text,
-            )  # fmt: skip
-            break

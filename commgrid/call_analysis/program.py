@@ -4,7 +4,8 @@
 
 A call without a handle is waited for where it stands. One with a handle runs beside
 later calls until a `Wait` for the handle, or for ever without one. Several messages that a
-backend starts as one are a `Batch`. `order` decides whether such programs come to an end.
+backend starts as one are a `Batch`. The steps of one thread follow each other; those of a rank's
+threads are listed as they were issued. `rules` decides whether such programs come to an end.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from commgrid.call_records.call import Call, Handle
+from commgrid.call_records.call import Call, Group, Handle
 from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
 
@@ -38,9 +39,11 @@ class Wait:
 
     Args:
         handles: whose; none: of all calls so far, as a synchronisation of the device.
+        thread: the number of the thread that waits.
     """
 
     handles: tuple[Handle, ...] = ()
+    thread: int = 0
 
 
 Step = Call | Batch | Wait
@@ -53,6 +56,11 @@ def calls_of(step: Step) -> tuple[Call, ...]:
     if isinstance(step, Call):
         return (step,)
     return step.calls if isinstance(step, Batch) else ()
+
+
+def thread_of(step: Step) -> int:
+    """The thread of its rank that takes a step."""
+    return step.thread if not isinstance(step, Batch) else step.calls[0].thread if step.calls else 0
 
 
 def check_sides(programs: Programs) -> None:
@@ -137,7 +145,7 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
 
 def missing(found: Sequence[Trace]) -> tuple[int, ...]:
     """Ranks of a job that have no trace, as far as groups of the others tell."""
-    ranks = {rank for trace in found for members in trace.members.values() for rank in members}
+    ranks = {rank for trace in found for group in trace.groups for rank in group.ranks}
     return tuple(sorted(ranks - {trace.rank for trace in found}))
 
 
@@ -149,15 +157,19 @@ def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | 
     Returns:
         Its name, two ranks that mean different groups by it, and that in words.
     """
-    first: dict[str, Trace] = {}
+    first: dict[str, tuple[int, Group]] = {}
     for trace in found:
-        for name, members in trace.members.items():
-            one = first.setdefault(name, trace) if name.isdecimal() else trace
-            if one.members[name] != members:
-                return name, (one.rank, trace.rank), (
-                    f"group {name} has ranks {list(one.members[name])} on rank {one.rank} and "
-                    f"{list(members)} on rank {trace.rank}: they call torch.distributed.new_group "
-                    "in different orders. Have every rank make all groups, in one order"
+        for group in trace.groups:
+            key = group.key or group.name
+            if not group.ranks or not key.partition("@")[0].isdecimal():
+                continue
+            rank, other = first.setdefault(key, (trace.rank, group))
+            if other.ranks != group.ranks:
+                return group.name, (rank, trace.rank), (
+                    f"group {group.name} has ranks {list(other.ranks)} on rank {rank} and "
+                    f"{list(group.ranks)} on rank {trace.rank}: they call "
+                    "torch.distributed.new_group in different orders. Have every rank make all "
+                    "groups, in one order"
                 )  # fmt: skip
     return None
 
@@ -196,7 +208,7 @@ def _steps(trace: Trace) -> list[Step]:
     timed: list[tuple[float, int, Step | int]] = []
     batches: dict[int, list[Call]] = {}
     for at, made in enumerate(trace.calls):
-        batch = trace.batches.get((made.group.name, made.number or 0))
+        batch = trace.batches.get((made.group, made.number or 0))
         waited_here = batch is None and (made.issued is None or made.ended == made.issued)
         call = replace(made, handle=None if waited_here else at)
         if batch is None:
@@ -206,6 +218,6 @@ def _steps(trace: Trace) -> list[Step]:
                 timed.append((made.began, 2 * at, batch))
             batches.setdefault(batch, []).append(call)
         if not waited_here and made.ended is not None and made.ended != made.issued:
-            timed.append((made.ended, 2 * at + 1, Wait((at,))))
+            timed.append((made.ended, 2 * at + 1, Wait((at,), made.thread)))
     timed.sort(key=lambda each: each[:2])
     return [Batch(tuple(batches[step])) if isinstance(step, int) else step for _, _, step in timed]

@@ -10,7 +10,7 @@ begun on all of them; the n-th send from one rank to another together with the n
              batch is one entry; one for each pair of
              ranks with single messages
     gloo     none: what was issued runs                 communicator, ranks, tag, order
-    strict   one for each rank                          communicator, ranks, order
+    strict   one for each thread of a rank              communicator, ranks, order
 
 Sources: NCCL's user guide, "Point-to-point communication" (calls within a group progress
 independently, a send blocks until its receive) and "Using multiple NCCL communicators
@@ -37,73 +37,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from commgrid.call_analysis.program import Batch, Programs, Step, Wait, calls_of
+from commgrid.call_analysis.event import NEVER, Event, EventSide, QueueEntry, match
+from commgrid.call_analysis.mismatch import parties
+from commgrid.call_analysis.program import Batch, Programs, Step, Wait, calls_of, thread_of
 from commgrid.call_analysis.wait_cycle import circle_through
-from commgrid.call_records.call import Call, Group, Handle
+from commgrid.call_records.call import Call, Handle
 
 RULES = ("nccl", "gloo", "strict")
 
-NEVER = 1 << 60  # a step that no program has
-
-
-@dataclass(slots=True, eq=False)
-class EventSide:
-    """One rank's part in an event.
-
-    Args:
-        rank, call: whose, and what it issues.
-        at: the step that issues it.
-        waited: the first step that waits for it; `NEVER`: none does.
-        number: how many the rank had issued on the communicator before.
-        entry: its place in a queue, shared by a batch; None: it is in none.
-    """
-
-    rank: int
-    call: Call
-    at: int
-    waited: int
-    number: int
-    entry: QueueEntry | None
-    event: Event
-
-
-@dataclass(slots=True, eq=False)
-class QueueEntry:
-    """A place in a queue: the queue, its number there, what it holds, how much is not over."""
-
-    queue: Hashable
-    place: int
-    sides: list[EventSide] = field(default_factory=list)
-    left: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Event:
-    """A collective, or a message, of all sides that take part.
-
-    Args:
-        needs: the ranks.
-        sides: what they issue, in no order; fewer than needs where one never does.
-        begun, is_over: how many of them have begun, and whether it is over, as far as was found.
-    """
-
-    needs: tuple[int, ...]
-    sides: list[EventSide] = field(default_factory=list)
-    begun: int = 0
-    is_over: bool = False
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all sides issue it."""
-        return len(self.sides) == len(self.needs)
-
-    @property
-    def is_alike(self) -> bool:
-        """Whether all sides give the same."""
-        first = self.sides[0].call.alike
-        return all(side.call.alike == first for side in self.sides)
+Thread = tuple[int, int]
+"""A rank, and the number of one of its threads."""
 
 
 @dataclass(slots=True)
@@ -123,48 +68,36 @@ class Laid:
 
 def lay_out(programs: Programs, rules: str) -> Laid:
     """Finds for each call its queue, its wait and its event."""
-    events: dict[Hashable, Event] = {}
-    groups: dict[int, int] = {}
-    same: dict[Group, int] = {}
-    laid = Laid({}, {}, [])
-    for rank, steps in programs.items():
-        laid.steps[rank] = list(steps)
-        own: dict[int, list[EventSide]] = {}
-        laid.sides[rank] = own
-        counts: dict[Hashable, int] = {}
+    calls = {
+        rank: [call for step in steps for call in calls_of(step)]
+        for rank, steps in programs.items()
+    }
+    matched = match(calls, by_tag=rules == "gloo")
+    laid = Laid({rank: list(steps) for rank, steps in programs.items()}, {}, [])
+    laid.events = list(matched.events.values())
+    for rank, steps in laid.steps.items():
+        own = laid.sides[rank] = {}
         lengths: dict[Hashable, int] = {}
-        waits = _waits(laid.steps[rank], rules)
-        for at, step in enumerate(laid.steps[rank]):
+        waits = _waits(steps, rules)
+        ahead = iter(matched.sides[rank])
+        for at, step in enumerate(steps):
             entries: dict[Hashable, QueueEntry] = {}
             for i, call in enumerate(calls_of(step)):
-                group = groups.get(id(call.group))
-                if group is None:
-                    group = groups[id(call.group)] = same.setdefault(call.group, len(same))
-                number = counts[group] = counts.get(group, -1) + 1
-                queue = _queue(rules, rank, call, group, isinstance(step, Batch))
-                entry = None
-                if queue is not None:
-                    entry = entries.get(queue)
-                    if entry is None:
-                        lengths[queue] = lengths.get(queue, -1) + 1
-                        entry = entries[queue] = QueueEntry((rank, queue), lengths[queue])
-                key, needs = _meeting(rules, rank, call, group)
-                nth = counts[key] = counts.get(key, -1) + 1
-                # Sends and receives are counted apart, and meet afterwards.
-                met = (key[1:] if call.is_transfer else key, nth)
-                event = events.get(met)
-                if event is None:
-                    event = events[met] = Event(needs)
-                side = EventSide(
-                    rank, call, at, waits.get((at, i), NEVER),
-                    number if call.number is None else call.number, entry, event,
-                )  # fmt: skip
-                event.sides.append(side)
+                side = next(ahead)
+                assert side is not None  # `check_sides` refuses what belongs to no event
+                side.at, side.waited = at, waits.get((at, i), NEVER)
+                side.thread = thread_of(step if side.waited == NEVER else steps[side.waited])
                 own.setdefault(at, []).append(side)
-                if entry is not None:
-                    entry.sides.append(side)
-                    entry.left += 1
-    laid.events = list(events.values())
+                queue = _queue(rules, call, side.event.channel[0], isinstance(step, Batch))
+                if queue is None:
+                    continue
+                entry = entries.get(queue)
+                if entry is None:
+                    lengths[queue] = lengths.get(queue, -1) + 1
+                    entry = entries[queue] = QueueEntry((rank, queue), lengths[queue])
+                side.entry = entry
+                entry.sides.append(side)
+                entry.left += 1
     return laid
 
 
@@ -192,31 +125,24 @@ def _waits(steps: list[Step], rules: str) -> dict[tuple[int, int], int]:
     return found
 
 
-def _queue(rules: str, rank: int, call: Call, group: int, is_batch: bool) -> Hashable | None:
+def _queue(rules: str, call: Call, group: int, is_batch: bool) -> Hashable | None:
     if rules == "gloo":
         return None
     if rules == "strict":
-        return "rank"
+        return "thread", call.thread
     if call.is_transfer and not is_batch:
         return group, call.peer
     return group
 
 
-def _meeting(
-    rules: str, rank: int, call: Call, group: int
-) -> tuple[tuple[Hashable, ...], tuple[int, ...]]:
-    """The key that all sides of a call share, and their ranks."""
-    if not call.is_transfer:
-        return ("all", group), call.group.ranks
-    assert call.peer is not None
-    pair = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
-    return (call.operation, group, *pair, call.tag if rules == "gloo" else 0), pair
-
-
 def run(laid: Laid) -> list[Event]:
     """Does what can be done until nothing can; what is left, none where all ranks finish."""
-    at = dict.fromkeys(laid.steps, 0)
-    issued = dict.fromkeys(laid.steps, 0)
+    ahead: dict[Thread, list[int]] = {}  # by thread, its steps
+    for rank, steps in laid.steps.items():
+        for at, step in enumerate(steps):
+            ahead.setdefault((rank, thread_of(step)), []).append(at)
+    done = dict.fromkeys(ahead, 0)  # how many of them
+    stands: dict[tuple[int, int], Thread] = {}  # by rank and step, the thread that waits there
     heads: dict[Hashable, int] = {}
     behind: dict[tuple[Hashable, int], QueueEntry] = {}
     pending: dict[tuple[int, int], int] = {}  # of a rank's step that waits: calls not over
@@ -224,21 +150,21 @@ def run(laid: Laid) -> list[Event]:
         for side in (side for sides in own.values() for side in sides):
             place = (rank, side.waited)
             pending[place] = pending.get(place, 0) + 1
-    moving = deque(laid.steps)
+    moving = deque(ahead)
     over: deque[Event] = deque()
 
     def begins(side: EventSide) -> None:
         event = side.event
         event.begun += 1
-        if event.begun == len(event.needs) and event.is_alike:
+        if event.begun == len(event.needs) and is_alike(event):
             event.is_over = True
             over.append(event)
 
     def ends(side: EventSide) -> None:
         place, entry = (side.rank, side.waited), side.entry
         pending[place] -= 1
-        if pending[place] == 0 and at[side.rank] == side.waited:
-            moving.append(side.rank)
+        if pending[place] == 0 and place in stands:
+            moving.append(stands.pop(place))
         if entry is None:
             return
         entry.left -= 1
@@ -248,27 +174,32 @@ def run(laid: Laid) -> list[Event]:
             for other in following.sides if following is not None else ():
                 begins(other)
 
+    def issue(side: EventSide) -> None:
+        entry = side.entry
+        if entry is None or heads.get(entry.queue, 0) == entry.place:
+            begins(side)
+        else:
+            behind[entry.queue, entry.place] = entry
+
     while moving:
-        rank = moving.popleft()
-        steps, sides, here = laid.steps[rank], laid.sides[rank], at[rank]
-        while here < len(steps):
-            at[rank] = here
-            if issued[rank] == here:
-                issued[rank] += 1
-                for side in sides.get(here, ()):
-                    entry = side.entry
-                    if entry is None or heads.get(entry.queue, 0) == entry.place:
-                        begins(side)
-                    else:
-                        behind[entry.queue, entry.place] = entry
+        thread = moving.popleft()
+        rank = thread[0]
+        for at in ahead[thread][done[thread] :]:
+            done[thread] += 1
+            for side in laid.sides[rank].get(at, ()):
+                issue(side)
             while over:
                 for side in over.popleft().sides:
                     ends(side)
-            if pending.get((rank, here), 0):
+            if pending.get((rank, at), 0):
+                stands[rank, at] = thread
                 break
-            here += 1
-        at[rank] = here
     return [event for event in laid.events if not event.is_over]
+
+
+def is_alike(event: Event) -> bool:
+    """Whether all sides give the same, as far as it is known."""
+    return len({side.call.alike for side in event.sides}) == 1 or len(parties(event.calls)) == 1
 
 
 # -- why not ----------------------------------------------------------------------------
@@ -287,11 +218,11 @@ def circle(
         The events, each with its side on the rank where it holds up the next; and whether a
         shorter circle was ruled out within the effort.
     """
-    by_step: dict[int, list[EventSide]] = {}
+    by_step: dict[Thread, list[EventSide]] = {}
     by_queue: dict[Hashable, list[EventSide]] = {}
     for event in stuck:
         for side in event.sides:
-            by_step.setdefault(side.rank, []).append(side)
+            by_step.setdefault((side.rank, side.call.thread), []).append(side)
             if side.entry is not None:
                 by_queue.setdefault(side.entry.queue, []).append(side)
     for sides in by_step.values():
@@ -327,15 +258,16 @@ def _any_alone(stuck: list[Event]) -> bool:
 
 def _after(
     event: Event,
-    by_step: dict[int, list[EventSide]],
+    by_step: dict[Thread, list[EventSide]],
     by_queue: dict[Hashable, list[EventSide]],
     seen_from: dict[Hashable, int],
 ) -> Iterator[tuple[EventSide, Event]]:
     """The events that have to wait for one, each with the side that keeps it waiting."""
     for side in event.sides:
-        held = by_step[side.rank]
+        thread = side.rank, side.thread
+        held = by_step.get(thread, [])
         start = bisect_right(held, side.waited, key=lambda other: other.at)
-        yield from _new(side, held, start, ("step", side.rank), seen_from)
+        yield from _new(side, held, start, ("step", *thread), seen_from)
         if side.entry is not None:
             queue = by_queue[side.entry.queue]
             start = bisect_right(queue, side.entry.place, key=_place)

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis.event import Event, EventSide
+from commgrid.call_analysis.mismatch import both, parties
 from commgrid.call_analysis.program import (
     Batch,
     Programs,
@@ -37,7 +39,7 @@ from commgrid.call_analysis.program import (
     check_sides,
     from_traces,
 )
-from commgrid.call_analysis.rules import RULES, Event, EventSide, Laid, circle, lay_out, run
+from commgrid.call_analysis.rules import RULES, Laid, circle, is_alike, lay_out, run
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group, Handle
 from commgrid.errors import SpecError
@@ -202,7 +204,7 @@ def check(programs: Programs, rules: str = "nccl") -> Verdict:
     calls = sum(len(sides) for own in laid.sides.values() for sides in own.values())
     if not stuck:
         return Verdict(rules, len(programs), calls)
-    wrong = [event for event in stuck if not event.is_whole or not event.is_alike]
+    wrong = [event for event in stuck if not event.is_whole or not is_alike(event)]
     if wrong:
         first = min(wrong, key=lambda event: (event.begun != len(event.sides), _first_step(event)))
         kind = "differs" if first.is_whole else "never issued"
@@ -258,26 +260,17 @@ def _waiting(found: list[tuple[Event, EventSide]]) -> tuple[Place, ...]:
 
 
 def _differing(event: Event) -> tuple[Place, ...]:
-    """The arguments of each rank; of equal ones the first rank's."""
-    kinds: dict[object, list[EventSide]] = {}
-    for side in sorted(event.sides, key=lambda side: side.rank):
-        kinds.setdefault(side.call.alike, []).append(side)
+    """What each party of ranks that agree issues, by its first rank."""
+    sides = {side.rank: side for side in event.sides}
+    found = sorted(parties(event.calls), key=lambda party: party.ranks[0])
     return tuple(
         Place(
-            sides[0].rank, said(sides[0]), sides[0].call.where,
-            f"{_ranks(side.rank for side in sides)} gives {said(sides[0], with_place=True)}: "
-            f"{sides[0].call.said()}",
+            ranks[0], said(sides[ranks[0]]), sides[ranks[0]].call.where,
+            f"{said(sides[ranks[0]])}: "
+            f"{both([(ranks, sides[ranks[0]].call.said(), sides[ranks[0]].call.where)])}",
         )
-        for sides in kinds.values()
+        for ranks, _ in found
     )  # fmt: skip
-
-
-def _ranks(ranks: Iterable[int]) -> str:
-    found = list(ranks)
-    if len(found) == 1:
-        return f"rank {found[0]}"
-    more = f" and {len(found) - 8:,} more" if len(found) > 8 else ""
-    return f"each of ranks {', '.join(map(str, found[:8]))}{more}"
 
 
 def _missing(event: Event, laid: Laid) -> Place:
@@ -341,7 +334,7 @@ def _part_of(
         if isinstance(step, Wait):
             waited = tuple(handle for handle in step.handles if handle in under_way)
             if waited or (under_way and not step.handles):
-                yield Wait(waited)
+                yield Wait(waited, step.thread)
             under_way -= set(waited) if step.handles else under_way.copy()
             continue
         calls = tuple(

@@ -18,13 +18,11 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from commgrid.call_records import call as records
+from commgrid.call_records.call import Group
+from commgrid.call_records.trace import Trace
+
 TICK = 1e-6  # seconds between two steps of a rank
-
-
-@dataclass(frozen=True)
-class Group:
-    name: str
-    ranks: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -32,19 +30,14 @@ class Call:
     """One call: what a trace says of it, and when it was issued and its wait was over.
 
     Args:
-        row: the first eight columns of a trace's row.
+        about: the arguments of its record.
         meets: the same for all calls that end together.
-        turn: the last column.
         members: how many calls end together.
-        output, reduction: the columns after that.
     """
 
-    row: list[Any]
+    about: dict[str, Any]
     meets: tuple[Any, ...]
-    turn: int
     members: int
-    output: int | None = None
-    reduction: str = ""
     issued: float | None = None
     ended: float | None = None
 
@@ -67,10 +60,10 @@ class Calls:
         return self._collective("all_reduce", x, group, None, async_op, reduction=op.name)
 
     def broadcast(self, x: Tensor, root: int, group: Group) -> None:
-        self._collective("broadcast", x, group, group.ranks.index(root))
+        self._collective("broadcast", x, group, root)
 
     def reduce(self, x: Tensor, root: int, group: Group) -> None:
-        self._collective("reduce", x, group, group.ranks.index(root), reduction="SUM")
+        self._collective("reduce", x, group, root, reduction="SUM")
 
     def all_gather(
         self, parts: Sequence[Tensor], x: Tensor, group: Group, async_op: bool = False
@@ -79,10 +72,10 @@ class Calls:
         return self._collective("all_gather", x, group, None, async_op, output=output)
 
     def gather(self, x: Tensor, parts: Sequence[Tensor] | None, dst: int, group: Group) -> None:
-        self._collective("gather", x, group, group.ranks.index(dst))
+        self._collective("gather", x, group, dst)
 
     def scatter(self, x: Tensor, parts: Sequence[Tensor] | None, src: int, group: Group) -> None:
-        self._collective("scatter", x, group, group.ranks.index(src))
+        self._collective("scatter", x, group, src)
 
     def reduce_scatter_tensor(self, out: Tensor, x: Tensor, group: Group) -> None:
         self._collective("reduce_scatter", x, group, None, reduction="SUM")
@@ -94,10 +87,10 @@ class Calls:
         self._collective("barrier", None, group, None)
 
     def send(self, x: Tensor, peer: int, group: Group) -> None:
-        self._add("send", x, group, group.ranks.index(peer), (self.rank, peer))
+        self._add("send", x, group, peer, (self.rank, peer))
 
     def recv(self, x: Tensor, peer: int, group: Group) -> None:
-        self._add("recv", x, group, group.ranks.index(peer), (peer, self.rank))
+        self._add("recv", x, group, peer, (peer, self.rank))
 
     def _collective(
         self, operation: str, x: Tensor | None, group: Group, root: int | None,
@@ -119,13 +112,14 @@ class Calls:
         turn = self._numbers[of]
         self._numbers[group.name] += 1
         self._numbers[of] += 1
-        row = [
-            group.name, number, operation, [] if x is None else list(x.shape),
-            "" if x is None else str(x.dtype).removeprefix("torch."),
-            0 if x is None else x.nbytes, peer, f"{where} {frame.f_code.co_name}",
-        ]  # fmt: skip
-        members = 2 if ends else len(group.ranks)
-        call = Call(row, (group, ends, turn), turn, members, output, reduction)
+        about = {
+            "group": group, "number": number, "operation": operation, "turn": turn,
+            "shape": () if x is None else tuple(x.shape), "bytes": 0 if x is None else x.nbytes,
+            "dtype": "" if x is None else str(x.dtype).removeprefix("torch."),
+            "output": output, "reduction": reduction, "where": f"{where} {frame.f_code.co_name}",
+            "peer" if ends else "root": peer,
+        }  # fmt: skip
+        call = Call(about, (group, ends, turn), 2 if ends else len(group.ranks))
         self.steps.append(("issue", call))
         work = Work(self.steps, call)
         if later:
@@ -145,7 +139,7 @@ class Work:
         self.steps.append(("wait", self.call))
 
 
-def traces(ranks: Sequence[Calls], groups: Sequence[Group], timeout: float) -> list[dict[str, Any]]:
+def traces(ranks: Sequence[Calls], groups: Sequence[Group], timeout: float) -> list[Trace]:
     """The record of each rank after its program has ended, or a wait has failed.
 
     Args:
@@ -189,14 +183,17 @@ def traces(ranks: Sequence[Calls], groups: Sequence[Group], timeout: float) -> l
             failed[rank] = calls.steps[places[rank]][1]
             clocks[rank] = failed[rank].issued + timeout  # type: ignore[operator]
     return [
-        {
-            "format": 1, "rank": rank, "wall": clocks[rank], "monotonic": int(clocks[rank] * 1e9),
-            "dropped": 0, "over": False, "job": "", "since": {}, "batches": [],
-            "members": {each.name: list(each.ranks) for each in groups if rank in each.ranks},
-            "waits": [failed[rank].row[:2]] if rank in failed else [],
-            "entered": _entered(calls),
-            "calls": [_written(call) for call in _issued(calls)],
-        }
+        Trace(
+            rank,
+            tuple(_recorded(call, failed.get(rank)) for call in _issued(calls)),
+            groups=tuple(each for each in groups if rank in each.ranks),
+            entered=Counter(
+                call.about["group"] for call in _issued(calls)
+                if call.about["operation"] not in ("send", "recv")
+            ),
+            at=clocks[rank],
+            host="one",
+        )
         for rank, calls in enumerate(ranks)
     ]  # fmt: skip
 
@@ -205,13 +202,9 @@ def _issued(calls: Calls) -> list[Call]:
     return [given for what, given in calls.steps if what == "issue" and given.issued is not None]
 
 
-def _entered(calls: Calls) -> dict[str, int]:
-    return dict(
-        Counter(call.row[0] for call in _issued(calls) if call.row[2] not in ("send", "recv"))
-    )
-
-
-def _written(call: Call) -> list[Any]:
-    times = (call.issued, call.issued, call.ended)
-    stamps = (None if at is None else int(at * 1e9) for at in times)
-    return [*call.row, *stamps, call.turn, call.output, call.reduction]
+def _recorded(call: Call, failed: Call | None) -> records.Call:
+    assert call.issued is not None
+    return records.Call(
+        **call.about, began=call.issued, issued=call.issued, ended=call.ended,
+        waiting=call is failed,
+    )  # fmt: skip

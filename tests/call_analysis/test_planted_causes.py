@@ -25,8 +25,8 @@ from commgrid.call_analysis import diagnosis
 from commgrid.call_analysis.finding import Diagnosis
 from commgrid.call_analysis.program import from_traces
 from commgrid.call_analysis.verification import check as check_programs
-from commgrid.call_records import files as trace_files
 from commgrid.call_records import operations
+from commgrid.call_records.trace import Trace
 from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
 from tests.call_analysis import simulated
@@ -60,7 +60,9 @@ class Cause:
     """A planted cause, and the finding that names it.
 
     Args:
+        ranks: that the finding is about.
         group: "" where two are concerned.
+        culprit: the rank at fault, where a finding about others names it too; None: one of `ranks`.
         ends: whether gloo would end the process, as where a message has more bytes than are
             expected. Then nothing is sent.
     """
@@ -69,15 +71,18 @@ class Cause:
     kind: str
     ranks: tuple[int, ...]
     group: str
+    culprit: int | None
     ends: bool
 
 
 CAUSES: dict[str, Cause] = {}
 
 
-def cause(kind: str, ranks: tuple[int, ...], group: str, ends: bool = False) -> Callable[..., Any]:
+def cause(
+    kind: str, ranks: tuple[int, ...], group: str, culprit: int | None = None, ends: bool = False
+) -> Callable[..., Any]:
     def register(function: Callable[[Here], None]) -> Callable[[Here], None]:
-        CAUSES[function.__name__] = Cause(function, kind, ranks, group, ends)
+        CAUSES[function.__name__] = Cause(function, kind, ranks, group, culprit, ends)
         return function
 
     return register
@@ -86,7 +91,7 @@ def cause(kind: str, ranks: tuple[int, ...], group: str, ends: bool = False) -> 
 # -- a call that is missing ------------------------------------------------------------
 
 
-@cause("skipped call", (3,), "tp")
+@cause("deadlock", (3,), "tp")
 def skipped_in_a_loop(here: Here) -> None:
     for step in range(3):
         here.dist.all_reduce(torch.ones(2), group=here.dp)
@@ -145,7 +150,7 @@ def one_call_too_many(here: Here) -> None:
     [work.wait() for work in works]
 
 
-@cause("skipped call", (2, 3), "dp")
+@cause("deadlock", (0, 1, 2, 3), "dp")
 def skipped_where_the_data_says_so(here: Here) -> None:
     """Two ranks whose loss is larger go past a sum that the others wait in."""
     for step in range(4):
@@ -156,7 +161,7 @@ def skipped_where_the_data_says_so(here: Here) -> None:
         here.dist.all_reduce(torch.ones(2), group=here.all)  # <-
 
 
-@cause("skipped call", (1,), "dp")
+@cause("deadlock", (1,), "dp")
 def skipped_by_an_exception_that_is_caught(here: Here) -> None:
     for step in range(3):
         here.dist.all_reduce(torch.ones(2), group=here.tp)
@@ -308,14 +313,14 @@ def a_group_and_the_one_around_it(here: Here) -> None:
         here.dist.all_reduce(torch.ones(2), group=here.all)
 
 
-@cause("other group", (3,), "tp")
+@cause("not entered", (1,), "dp", culprit=3)
 def dp_instead_of_tp(here: Here) -> None:
     group = here.dp if here.rank == 3 else here.tp
     here.dist.all_reduce(torch.ones(2), group=group)  # <-
     here.dist.sleep(2 * TIMEOUT if here.rank == 1 else 0)
 
 
-@cause("other group", (2,), "dp_tp")
+@cause("deadlock", (2, 3), "dp_tp", culprit=2)
 def tp_instead_of_all(here: Here) -> None:
     for step in range(2):
         group = here.tp if here.rank == 2 and step else here.all
@@ -348,7 +353,7 @@ def a_ring_that_all_receive_in(here: Here) -> None:
     here.dist.send(x, (here.rank - 1) % 4, here.all)
 
 
-@cause("other peer", (0,), "dp_tp")
+@cause("not entered", (2,), "dp_tp", culprit=0)
 def sent_to_another(here: Here) -> None:
     x = torch.ones(1 << 20)
     if here.rank == 0:
@@ -359,7 +364,7 @@ def sent_to_another(here: Here) -> None:
         here.dist.sleep(2 * TIMEOUT)
 
 
-@cause("other peer", (1,), "dp_tp")
+@cause("not entered", (3,), "dp_tp", culprit=1)
 def a_stage_that_is_left_out(here: Here) -> None:
     """Rank 1 sends past rank 2, as a wrong step to the next stage does."""
     x = torch.ones(1 << 20)
@@ -503,7 +508,7 @@ def check_recorded(names: list[str]) -> None:
         check(name, traces)
 
 
-def listed(function: Callable[[Here], None], timeout: float = TIMEOUT) -> list[dict[str, Any]]:
+def listed(function: Callable[[Here], None], timeout: float = TIMEOUT) -> list[Trace]:
     """Traces of ranks that never ran."""
     groups = {
         "tp": [simulated.Group("tp", ranks) for ranks in ((0, 1), (2, 3))],
@@ -525,7 +530,7 @@ def lines_of(function: Callable[..., Any], mark: str) -> list[str]:
     ]  # fmt: skip
 
 
-def check(name: str, traces: list[dict[str, Any]]) -> None:
+def check(name: str, traces: list[Trace]) -> None:
     """The first cause that is found is the planted one, with its lines."""
     planted = CAUSES[name]
     found = diagnosed(traces, 0.0 if planted.ends else TIMEOUT / 2)
@@ -536,12 +541,13 @@ def check(name: str, traces: list[dict[str, Any]]) -> None:
     ranks = {rank for each in found.causes if each.kind == first.kind for rank in each.ranks}
     assert (first.kind, named) == (planted.kind, planted.group), f"{name}\n{found}"
     assert ranks == set(planted.ranks), f"{name}\n{found}"
+    assert planted.culprit is None or f"rank {planted.culprit} " in first.text, f"{name}\n{found}"
     for place in [*lines_of(planted.function, "# <-"), *lines_of(planted.function, "# <=")]:
         assert place in first.text, f"{name}\n{found}"
 
 
-def diagnosed(traces: list[dict[str, Any]], patience: float) -> Diagnosis:
-    return diagnosis.diagnose([trace_files.parse(held) for held in traces], patience)
+def diagnosed(traces: list[Trace], patience: float) -> Diagnosis:
+    return diagnosis.diagnose(traces, patience)
 
 
 def test_there_are_forty() -> None:
@@ -559,15 +565,14 @@ def test_a_planted_cause_is_named(name: str) -> None:
 def test_it_is_seen_before_it_runs(name: str, rules: str) -> None:
     """Where ranks would issue all of it: which of them do is no matter of time."""
     planted = CAUSES[name]
-    programs = from_traces(
-        [trace_files.parse(held) for held in listed(planted.function, timeout=0.0)]
-    )
+    programs = from_traces(listed(planted.function, timeout=0.0))
     verdict = check_programs(programs, rules)
     assert verdict.finishes == (planted.kind == "slow rank"), str(verdict)
     if not verdict.finishes:
         said = str(verdict)
-        assert f" {name})" in said, said  # a line of the program
-        assert any(re.search(rf"\b{rank}\b", said) for rank in planted.ranks), said
+        at_fault = planted.ranks if planted.culprit is None else (planted.culprit,)
+        assert f" {name}" in said, said  # a line of the program
+        assert any(re.search(rf"\b{rank}\b", said) for rank in at_fault), said
 
 
 SENT = [name for name, planted in CAUSES.items() if not planted.ends]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from commgrid.call_analysis.event import Ledger
+from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.straggler import slow_ranks
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
@@ -12,7 +12,7 @@ from commgrid.call_records.trace import Trace
 RANKS = (0, 1, 2)
 
 
-def ledger(*calls: tuple[float, float, float]) -> Ledger:
+def standings(*calls: tuple[float, float, float]) -> Standings:
     """Of all-reduces, when each rank came to them; they end when the last rank has come."""
     held = {
         rank: tuple(
@@ -22,12 +22,12 @@ def ledger(*calls: tuple[float, float, float]) -> Ledger:
         )
         for rank in RANKS
     }  # fmt: skip
-    return Ledger.of(Trace(rank, own, 0, {"dp": RANKS}) for rank, own in held.items())
+    return Standings.of(Trace(rank, own, host="one") for rank, own in held.items())
 
 
 def test_a_slow_rank_is_charged_with_what_the_next_to_last_waits() -> None:
     """Rank 2 is 0.6 s behind rank 1, and rank 1 is 0.3 s behind rank 0."""
-    (found,) = slow_ranks(ledger((0.0, 0.3, 0.9), (1.0, 1.3, 1.9)))
+    (found,) = slow_ranks(standings((0.0, 0.3, 0.9), (1.0, 1.3, 1.9)))
     assert (found.ranks, found.waiting, found.kind) == ((2,), (0, 1), "slow rank")
     assert found.seconds == pytest.approx(1.2)
     assert "have waited 1.2 s of 1.9 s for it in 2 calls, 0.6 s of it" in found.text
@@ -35,4 +35,4 @@ def test_a_slow_rank_is_charged_with_what_the_next_to_last_waits() -> None:
 
 def test_two_ranks_that_come_late_together_are_not_slow() -> None:
     """The last rank keeps the others waiting for no more than 0.1 s."""
-    assert not [*slow_ranks(ledger((0.0, 0.8, 0.9), (1.0, 1.8, 1.9)))]
+    assert not [*slow_ranks(standings((0.0, 0.8, 0.9), (1.0, 1.8, 1.9)))]

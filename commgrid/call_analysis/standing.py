@@ -1,0 +1,201 @@
+"""Standing: the call in which each thread of each rank stands, by what was recorded.
+
+A thread stands in a call that has not ended, and that it waits in or has not come back from. So a
+call that ended is waited for by no thread, and neither is an asynchronous one before its wait.
+
+On a device a host's wait ends at once and says nothing of the device. There, a thread whose host
+waits in no call stands in its first call that others have not entered, if it needs them to end; a
+broadcast's root does not. Torch's flight recorder holds no waits, but what the device has finished:
+there, a thread stands in the first call that has not ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from commgrid.call_analysis.event import Event, EventSide, Matched, match
+from commgrid.call_analysis.finding import Finding, lasted
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
+
+_DEVICES = ("nccl", "xccl", "hccl", "cncl", "mccl")
+_RECENT = 2000  # calls of a rank that are looked at
+_FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
+
+ENDS_TOGETHER = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "barrier")
+"""Collectives that end on no rank before all have entered them."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A thread in a call that is not over.
+
+    Args:
+        rank, call: whose, and which.
+        event: what the call belongs to; None: it is not known.
+        absent: the ranks that have not entered their part of it.
+        behind: ranks whose device has another call to finish first.
+        seconds: for how long; None where the records do not say when they were written.
+    """
+
+    rank: int
+    call: Call
+    event: Event | None
+    absent: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    seconds: float | None = None
+
+    @property
+    def turn(self) -> int:
+        """The call's place among those it is matched with."""
+        return (self.call.turn or 0) if self.event is None else self.event.turn
+
+    @property
+    def needs(self) -> tuple[int, ...]:
+        """The ranks that have to move first."""
+        return (*self.absent, *self.behind)
+
+    def __str__(self) -> str:
+        """The call by its group and turn: `tp all_reduce 3`."""
+        return f"{self.call.group.first} {self.call.operation} {self.turn}"
+
+    def waited(self, ranks: int = 1) -> str:
+        """How long so many ranks have waited, in words."""
+        if self.seconds is None:
+            return "waits" if ranks == 1 else "wait"
+        return f"{'has' if ranks == 1 else 'have'} waited {lasted(self.seconds)}"
+
+
+@dataclass
+class Standings:
+    """Where all ranks stand.
+
+    Args:
+        traces: by rank.
+        matched: their calls.
+        waits: of each rank, the calls that its threads stand in.
+        now: when the last trace was written, in seconds of the wall clock.
+    """
+
+    traces: dict[int, Trace]
+    matched: Matched
+    waits: dict[int, list[Standing]] = field(default_factory=dict)
+    now: float = 0.0
+    _absent: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of an event
+
+    @classmethod
+    def of(cls, found: Iterable[Trace]) -> Standings:
+        traces = {trace.rank: trace for trace in found}
+        calls = {rank: trace.calls for rank, trace in traces.items()}
+        matched = match(calls, [group for trace in traces.values() for group in trace.groups])
+        for rank, trace in traces.items():
+            for group, count in trace.entered.items():
+                matched.note(matched.channel(group, "", None, None, 0), rank, count)
+            for (group, operation, source, target, tag), count in trace.sent.items():
+                channel = matched.channel(group, operation, source, target, tag)
+                matched.note(channel, operation, count)
+        standings = cls(traces, matched)
+        standings.now = max((trace.at or 0.0 for trace in traces.values()), default=0.0)
+        standings.waits = {rank: [*standings._of_rank(rank)] for rank in traces}
+        return standings
+
+    def ranks(self) -> set[int]:
+        """Every rank that a record knows of."""
+        return {*self.traces, *(rank for group in self.matched.groups for rank in group.ranks)}
+
+    def absent(self, event: Event | None) -> tuple[int, ...]:
+        """The ranks that have not entered an event."""
+        if event is None:
+            return ()
+        found = self._absent.get(id(event))
+        if found is None:
+            found = self._absent[id(event)] = self.matched.absent(event)
+        return found
+
+    def threads(self, rank: int, group: Group | None = None) -> set[int]:
+        """The threads of a rank that issue calls.
+
+        Args:
+            rank: whose.
+            group: only those that have issued one there, if any has.
+        """
+        calls, number = self.traces[rank].calls, self.matched.number
+        there = {c.thread for c in calls if group and number(c.group) == number(group)}
+        return there or {call.thread for call in calls}
+
+    def _of_rank(self, rank: int) -> Iterator[Standing]:
+        trace, sides = self.traces[rank], self.matched.sides[rank]
+        if not trace.knows_waits:
+            yield from self._unfinished(trace)
+            return
+        threads = set()
+        for call, side in zip(trace.calls, sides, strict=True):
+            if call.ended is None and (call.waiting or call.issued is None):
+                threads.add(call.thread)
+                event = None if side is None else side.event
+                yield self._standing(trace, call, event, self.absent(event))
+        for side in sides[-_RECENT:] if trace.state != "ended" else ():
+            if side is None or side.call.thread in threads or side.call.ended is None:
+                continue
+            absent = self.absent(side.event) if is_on_device(side.call) else ()
+            if needed := tuple(each for each in absent if each in _needed(side)):
+                threads.add(side.call.thread)
+                yield self._standing(trace, side.call, side.event, needed)
+
+    def _unfinished(self, trace: Trace) -> Iterator[Standing]:
+        """The calls that have not ended; on a device the first one."""
+        first = _first_on_device(trace)
+        for call, side in zip(trace.calls, self.matched.sides[trace.rank], strict=True):
+            if call.ended is not None or (is_on_device(call) and call is not first):
+                continue
+            event = None if side is None else side.event
+            behind = tuple(
+                other.rank for other in (event.sides if event and call is first else ())
+                if other.call.ended is None and other is not side
+                and _first_on_device(self.traces[other.rank]) is not other.call
+            )  # fmt: skip
+            yield self._standing(trace, call, event, self.absent(event), behind)
+
+    def _standing(
+        self, trace: Trace, call: Call, event: Event | None, absent: tuple[int, ...],
+        behind: tuple[int, ...] = (),
+    ) -> Standing:  # fmt: skip
+        seconds = None if trace.at is None else max(trace.at - call.began, 0.0)
+        return Standing(trace.rank, call, event, absent, behind, seconds)
+
+
+def is_on_device(call: Call) -> bool:
+    """Whether a call's communicator is a device's, whose host does not wait for it."""
+    return any(name in call.group.backend for name in _DEVICES)
+
+
+def _first_on_device(trace: Trace) -> Call | None:
+    """The call that a device has to finish first."""
+    return next((c for c in trace.calls if c.ended is None and is_on_device(c)), None)
+
+
+def _needed(side: EventSide) -> Sequence[int]:
+    """The ranks without which a rank's part of a call cannot end."""
+    call = side.call
+    if call.operation in _FROM_ROOT and call.root not in (None, side.rank):
+        return [each for each in side.event.needs if each == call.root]
+    needs_all = (*ENDS_TOGETHER, "recv", *(_TO_ROOT if call.root == side.rank else ()))
+    return side.event.needs if call.operation in needs_all else ()
+
+
+def finding(
+    kind: str,
+    ranks: tuple[int, ...],
+    waits: Sequence[Standing],
+    where: tuple[str, ...],
+    text: str,
+) -> Finding:
+    """Return a finding about waits, named after the call of the first one."""
+    first = min(waits, key=lambda each: each.call.began)
+    group = first.call.group if first.event is None else first.event.group
+    return Finding(
+        kind, ranks, group.name, group.ranks, first.call.operation, first.turn, where,
+        tuple(sorted({each.rank for each in waits} - set(ranks))), first.call.began,
+        max((each.seconds for each in waits if each.seconds is not None), default=None), text,
+    )  # fmt: skip

@@ -1,0 +1,225 @@
+"""Ends of waiting: ranks that others wait for and that wait for none, and circles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from commgrid.call_analysis.event import Event
+from commgrid.call_analysis.finding import Finding, lasted, said
+from commgrid.call_analysis.standing import Standing, Standings, finding
+from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever
+
+_NOTED = 3.0  # a process that records notes each second that it runs
+
+
+def lasting(standings: Standings, patience: float) -> list[Standing]:
+    """The waits that are more than a moment's, each with the ranks for which it is.
+
+    What a rank that is gone leaves open always is. A record that was written earlier than the wait
+    began does not say what its rank has entered since.
+    """
+
+    def is_long(wait: Standing, rank: int) -> bool:
+        trace = standings.traces.get(rank)
+        if trace is None or wait.seconds is None or is_gone(standings, rank, wait):
+            return True
+        mine = standings.traces[wait.rank]
+        until = wait.call.began + wait.seconds
+        is_same = trace.host == mine.host and trace.state in ("", "running", "stopped")
+        if is_same and trace.at is not None:
+            until = min(until, trace.at)
+        return until - wait.call.began >= patience
+
+    found = []
+    for wait in (wait for own in standings.waits.values() for wait in own):
+        absent = tuple(rank for rank in wait.absent if is_long(wait, rank))
+        if absent or (not wait.absent and (wait.seconds is None or wait.seconds >= patience)):
+            found.append(replace(wait, absent=absent))
+    return found
+
+
+def is_gone(standings: Standings, rank: int, wait: Standing) -> bool:
+    """Whether a rank's process was over, or was killed about when a wait for it began.
+
+    If all were killed at once, none of them was first.
+    """
+    trace = standings.traces[rank]
+    last = trace.at or 0.0
+    is_first = last < standings.now - _NOTED or any(
+        other.state != "killed" for other in standings.traces.values()
+    )
+    was_killed = trace.state == "killed" and is_first and last < wait.call.began + _NOTED
+    return trace.state == "ended" or was_killed
+
+
+def ends(standings: Standings, waits: list[Standing], patience: float) -> Iterator[Finding]:
+    """Where the waiting ends: at ranks that do not wait, and in circles.
+
+    Args:
+        standings: of all ranks.
+        waits: those that count.
+        patience: seconds for which a rank may come out of a call later than others.
+    """
+    stuck = for_ever(standings, waits)
+    suspects = [] if stuck else for_ever(standings, waits, suspect=True)
+    wanted: dict[tuple[int, int], list[Standing]] = {}  # by rank and event
+    unknown: dict[int, list[Standing]] = {}
+    for wait in waits:
+        for rank in wait.absent:
+            if rank in standings.traces and not _is_held(standings, waits, rank, wait):
+                wanted.setdefault((rank, id(wait.event)), []).append(wait)
+        if any(rank not in standings.traces for rank in wait.absent):
+            unknown.setdefault(id(wait.event), []).append(wait)
+        if not wait.needs and (stopped := _stopped(standings, wait, patience)) is not None:
+            yield stopped
+    for (rank, _), found in sorted(wanted.items(), key=lambda each: each[1][0].call.began):
+        yield _absence(standings, waits, rank, found)
+    for found in unknown.values():
+        yield _cannot_tell(standings, found)
+    for circle in circles(stuck or suspects):
+        yield deadlock(standings, circle, is_sure=bool(stuck))
+
+
+def _is_held(standings: Standings, waits: list[Standing], rank: int, wait: Standing) -> bool:
+    """Whether the threads of a rank that use a wait's communicator wait for others."""
+    held = {each.call.thread for each in waits if each.rank == rank and each.needs}
+    return bool(held) and standings.threads(rank, wait.call.group) <= held
+
+
+def _stopped(standings: Standings, wait: Standing, patience: float) -> Finding | None:
+    """A rank that has not come out of a call which all have entered, and others have ended."""
+    if wait.event is None or wait.event.is_message:
+        return None
+    others = {rank: call for rank, call in wait.event.calls.items() if rank != wait.rank}
+    done = [
+        each for each in wait.event.needs
+        if each != wait.rank and (each not in others or others[each].ended is not None)
+    ]  # fmt: skip
+    last = max((call.ended or call.began for call in others.values()), default=0.0)
+    at = standings.traces[wait.rank].at
+    if not done or (at is not None and at - last < patience):
+        return None  # its record may be older than the end of the call
+    text = (
+        f"rank {wait.rank} has not come out of {wait} at {wait.call.where}, which all have entered "
+        f"and {said(done)} ended: its device or its network has stopped"
+    )
+    return finding("stopped", (wait.rank,), [wait], (wait.call.where,), text)
+
+
+def _absence(
+    standings: Standings, waits: list[Standing], rank: int, found: list[Standing]
+) -> Finding:
+    """Explain why a rank that does not wait has not entered a call."""
+    wait = min(found, key=lambda each: each.call.began)
+    trace = standings.traces[rank]
+    others = sorted({each.rank for each in found})
+    what = str(wait)
+    if wait.call.is_transfer:
+        other, way = ("recv", "from") if wait.call.operation == "send" else ("send", "to")
+        what = f"{wait.call.group.first} {other} {wait.turn} {way} rank {wait.rank}"
+    kind = "ended early" if is_gone(standings, rank, wait) else "not entered"
+    said_so = f"rank {rank} has not entered {what}"
+    if kind == "ended early" and trace.state == "killed":
+        kind, said_so = "killed", f"rank {rank} was killed before {what}"
+    elif kind == "ended early":
+        said_so = f"rank {rank} ended without entering {what}"
+    elif trace.state == "silent":
+        unseen = lasted(max(standings.now - (trace.at or 0.0), 0.0))
+        kind = "silent rank"
+        said_so = f"rank {rank} was not seen for {unseen}, and had not entered {what}"
+    text = (
+        f"{said_so}, for which {said(others)} {wait.waited(len(others))} at {wait.call.where}"
+        f"{_present(trace.stacks)}; {_last(standings, rank)}{_in_turn(waits, others, rank)}"
+    )
+    last = trace.calls[-1].where if trace.calls else "?"
+    return finding(kind, (rank,), found, (last, wait.call.where), text)
+
+
+def _last(standings: Standings, rank: int) -> str:
+    calls = standings.traces[rank].calls
+    if not calls:
+        return "it has issued no call"
+    side = standings.matched.sides[rank][-1]
+    call, turn = calls[-1], (calls[-1].turn or 0) if side is None else side.event.turn
+    return f"its last call was {call.group.first} {call.operation} {turn} at {call.where}"
+
+
+def _in_turn(waits: list[Standing], others: list[int], rank: int) -> str:
+    """Who waits for the ranks that wait, in words."""
+    found = [w for w in waits if w.rank not in others and rank not in w.needs
+             and not set(others).isdisjoint(w.absent)]  # fmt: skip
+    if not found:
+        return ""
+    wait = min(found, key=lambda each: each.call.began)
+    on = [each for each in wait.absent if each in others]
+    return f"; rank {wait.rank} waits in turn for {said(on)} in {wait} at {wait.call.where}"
+
+
+def _cannot_tell(standings: Standings, waits: list[Standing]) -> Finding:
+    """Ranks wait for some of which there are no records, so that nothing can be said of these."""
+    wait = min(waits, key=lambda each: each.call.began)
+    others = sorted({each.rank for each in waits})
+    gone = sorted({r for each in waits for r in each.absent if r not in standings.traces})
+    text = (
+        f"cannot tell: {said(gone)} left no record (killed before it was written?); {said(others)} "
+        f"{wait.waited(len(others))} in {wait} at {wait.call.where}"
+    )
+    return finding("missing rank", tuple(gone), waits, (wait.call.where,), text)
+
+
+# -- stacks -------------------------------------------------------------------------------
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+_LIBRARY = re.compile(
+    rf"/lib(64)?/python\d|/(site|dist)-packages/|/torch/(distributed|nn|utils)/|^<|"
+    rf"^{re.escape(str(Path(__file__).parents[1]))}/"
+)
+
+
+def _present(stacks: str) -> str:
+    """Where a process is now, in words: the innermost frame of the program, of the main thread.
+
+    `faulthandler` writes the main thread last, and each thread's innermost frame first.
+
+    >>> _present('''Thread 0x1 (most recent call first):
+    ...   File "/usr/lib/python3.12/threading.py", line 331 in wait
+    ... Current thread 0x2 (most recent call first):
+    ...   File "/usr/lib/python3.12/socket.py", line 718 in readinto
+    ...   File "/home/me/loader.py", line 88 in load
+    ...   File "/home/me/train.py", line 12 in <module>
+    ... ''')
+    '; it is in loader.py:88 load'
+    """
+    for thread in reversed(stacks.split("(most recent call first):")[1:]):
+        for file, line, name in _FRAME.findall(thread):
+            if not _LIBRARY.search(file):
+                return f"; it is in {file.rpartition('/')[2]}:{line} {name}"
+    return ""
+
+
+def consequences(waits: list[Standing], causes: list[Finding]) -> Iterator[Finding]:
+    """Waits for ranks that wait themselves."""
+    told = {
+        (each.group, each.members, each.turn, rank)
+        for each in causes for rank in (*each.ranks, *each.waiting)
+    }  # fmt: skip
+    circular = {r for each in causes if each.is_circle for r in (*each.ranks, *each.waiting)}
+    groups: dict[tuple[Event, tuple[int, ...]], list[Standing]] = {}
+    for wait in waits:
+        event = wait.event
+        if event is None or not wait.needs or wait.rank in circular:
+            continue
+        if (event.group.name, event.group.ranks, wait.turn, wait.rank) not in told:
+            groups.setdefault((event, wait.needs), []).append(wait)
+    for (_, on), found in sorted(groups.items(), key=lambda each: each[1][0].call.began):
+        ranks = tuple(sorted(wait.rank for wait in found))
+        first = min(found, key=lambda each: each.call.began)
+        text = (
+            f"{said(ranks)} wait{'s' if len(ranks) == 1 else ''} in {first} "
+            f"at {first.call.where} for {said(on)}"
+            + ("" if first.seconds is None else f", for {lasted(first.seconds)}")
+        )
+        yield finding("waits", on, found, (first.call.where,), text)
