@@ -24,7 +24,7 @@ from commgrid.recording import recorder, remote
 from commgrid.runtime.registry import live_grids
 from commgrid.torch_compat.world import is_initialized, world_rank
 
-__all__ = ["is_on", "save", "start", "stop", "summary"]
+__all__ = ["is_on", "save", "start", "step", "stop", "summary"]
 
 _kept: list[recorder.Recorder] = []  # of the last recording, once it has ended
 
@@ -52,6 +52,16 @@ def stop() -> None:
     if stopped is not None:
         _kept[:] = [stopped]
     remote.follow()
+
+
+def step(number: int) -> None:
+    """Note that a training step begins; nothing happens while this process does not record.
+
+    `commgrid trace DIR --steps` says how long each rank has waited in each step.
+    """
+    recording = recorder.current()
+    if recording is not None:
+        recording.step(number)
 
 
 def is_on() -> bool:

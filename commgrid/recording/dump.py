@@ -32,7 +32,7 @@ _log = logging.getLogger("commgrid")
 
 
 class _Dumping:
-    """The thread, which looks once a beat for requests, and for stacks that a signal has written."""
+    """The thread, which looks once a beat for requests, and for stacks that a signal wrote."""
 
     def __init__(self) -> None:
         self.grids: set[str] = set()

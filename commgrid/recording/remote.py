@@ -81,11 +81,11 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
         )
     found = [own.contents(LAST)]
     if torch_world.is_initialized() and torch_world.world_size() > 1:
-        found += _others(own.rank, timeout)
+        found += others(own.rank, timeout)
     return judge(trace_files.parse(found), patience)
 
 
-def _others(rank: int, timeout: float) -> list[bytes]:
+def others(rank: int, timeout: float) -> list[bytes]:
     """Return the records that other ranks send in time."""
     with suppress(RuntimeError):  # the store has gone with the rank that served it
         driver = _driver(_connection(torch_world.world_store()))
