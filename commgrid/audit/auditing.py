@@ -37,6 +37,11 @@ class Audit:
         """Whether any grid does."""
         return any(each.parts for each in self.comparisons)
 
+    @property
+    def complete(self) -> bool:
+        """Whether all weights could be compared by name, on every grid."""
+        return all(each.complete for each in self.comparisons)
+
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
@@ -60,10 +65,14 @@ class Audit:
 
 
 def _paragraph(comparison: Comparison, reference: Comparison) -> list[str]:
-    counted = ", ".join(f"{n:,} {what}" for what, n in comparison.compared.items())
+    counted = ", ".join(f"{n:,} {what}" for what, n in comparison.compared.items()) or "nothing"
     is_reference = comparison is reference
     if not comparison.parts:
         how = "its copies agree" if is_reference else f"agrees with {reference.grid}"
+        if not comparison.complete:
+            how = "its copies agree, but it is not compared as a whole"
+        if not comparison.compared:
+            how = "not checked; nothing is compared"
         lines = [
             f"{comparison.grid}: {how} in {comparison.steps} steps, to {comparison.largest:.1e}",
             f"    compared {counted}",

@@ -14,6 +14,7 @@ from commgrid.audit.assemble import GridRanks, Joined, join, ratio, relative, sh
 from commgrid.audit.finding import Comparison, Divergence
 from commgrid.audit.forward import ForwardStep
 from commgrid.audit.gradients import Case
+from commgrid.audit.names import ambiguous, lacking
 from commgrid.audit.records import About, Chunks, StepRecord, read_about, read_step, thin_shape
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
@@ -64,16 +65,26 @@ def compare(reference: Seen, other: Seen, tolerance: float | None = None) -> Com
     """
     limit = tolerance or TOLERANCES.get(other.dtype, _ROUGH)
     work = _Work(reference, other, limit)
-    steps = min(reference.steps, other.steps)
-    findings: list[Divergence] = list(work.begins())
-    step = 0
+    steps, step = min(reference.steps, other.steps), 0
+    findings: list[Divergence] = []
+    if missing := lacking(reference.about, other.about):
+        have = missing[0] in reference.parameters
+        grids = (other.grid, reference.grid) if have else (reference.grid, other.grid)
+        work.unknown[""] = (
+            f"nothing is compared: {missing[0]} is a parameter on {grids[1]} and on no rank of "
+            f"{grids[0]}; give parameters the names of the whole model on every grid"
+        )
+        steps = 0
+    else:
+        findings += work.begins()
     while not findings and step < steps:
         step += 1
-        findings = list(work.step(step))
-    notes = dict.fromkeys(note for each in other.about for note in each.notes)
+        findings += work.step(step)
+    notes = [*work.unknown.values(), *(note for each in other.about for note in each.notes)]
     return Comparison(
-        other.grid, step, work.compared, tuple(findings), work.largest, tuple(notes), limit
-    )
+        other.grid, step, work.compared, tuple(findings), work.largest,
+        tuple(dict.fromkeys(notes)), limit, not work.unknown,
+    )  # fmt: skip
 
 
 class _Work:
@@ -86,6 +97,8 @@ class _Work:
         share = _FLOOR.get(other.dtype, _ROUGH_FLOOR)
         self._share = share
         self._noisy: dict[str, Any] = {}  # elements whose gradients were rounding alone
+        self.unknown = ambiguous(reference.about, other.about)
+        """Why names are not compared."""
 
     def begins(self) -> Iterator[Divergence]:
         """Weights and buffers before the first step."""
@@ -96,8 +109,11 @@ class _Work:
     def step(self, step: int) -> Iterator[Divergence]:
         """Return the findings of one step, the first difference with its likely cause."""
         theirs, mine = read_step(self.reference.folder, step), read_step(self.other.folder, step)
-        losses = [*self._losses(step, theirs, mine)]
-        hard = [*losses, *self._gradients(step, theirs, mine)]
+        losses: list[Divergence] = []
+        hard: list[Divergence] = []
+        if not self.unknown:  # else nothing says that all weights began alike
+            losses += self._losses(step, theirs, mine)
+            hard += [*losses, *self._gradients(step, theirs, mine)]
         hard = hard or [*self._weights(step, theirs, mine, "update")]
         hard = hard or [*self._buffers(step, theirs, mine)]
         forward = ForwardStep(self.other.grid, step, self.other.ranks, theirs, mine, self.tolerance)
@@ -120,6 +136,8 @@ class _Work:
                 continue
             self._count("weights")
             region = self.other.parameters[name][1]
+            if self._is_of_stages(name, wanted[name]):
+                continue
             if joined.apart:
                 axes = self.other.ranks.axes_between(joined.apart, region)
                 said = f"ranks {_pairs(joined)} have different copies"
@@ -128,7 +146,20 @@ class _Work:
                 continue
             if name in self._noisy:  # an optimizer such as Adam makes whole updates of them
                 joined.full[self._noisy[name]] = wanted[name].full[self._noisy[name]]
-            yield from self._full(step, "weight", name, kind, wanted[name], joined, floor)
+            if not (step and self.unknown):
+                yield from self._full(step, "weight", name, kind, wanted[name], joined, floor)
+
+    def _is_of_stages(self, name: str, wanted: Joined) -> bool:
+        """Whether stages of the reference may have different parameters of one name."""
+        region = self.reference.parameters[name][1]
+        axes = self.reference.ranks.axes_between(wanted.apart, region)
+        if "pp" in axes:
+            self.unknown[name] = (
+                f"{name} is not compared: ranks {_pairs(wanted)} of {self.reference.grid} have "
+                "different copies, or another parameter of this name on each stage; take a "
+                "reference without pp"
+            )
+        return "pp" in axes
 
     def _full(
         self, step: int, what: str, name: str, kind: str, wanted: Joined, joined: Joined,
@@ -159,11 +190,13 @@ class _Work:
         }
         known = sorted(factor for factor in factors.values() if factor is not None)
         common = median_low(known) if known else 1.0
+        if any(abs(factor - 1) <= self.tolerance for factor in known):
+            common = 1.0  # nothing was clipped
         arrived = dict.fromkeys(n for each in theirs.values() for n in each.arrived)
         culprits: list[Divergence] = []
         right: set[str] = set()
         for name in dict.fromkeys((*arrived, *wanted)):
-            if name not in wanted:
+            if name not in wanted or self._is_of_stages(name, wanted[name]):
                 continue
             if name not in found:
                 culprits.append(self._finding(step, "gradient", name, "missing", (), 1.0,
@@ -230,7 +263,7 @@ class _Work:
         wanted, found = _buffers_of(theirs), _buffers_of(mine)
         for name, held in found.items():
             shape = _whole_shape(held)
-            if name not in wanted or shape != _whole_shape(wanted[name]):
+            if name not in wanted or shape != _whole_shape(wanted[name]) or self.unknown:
                 continue  # of a layer that keeps a part of it on each rank
             self._count("buffers")
             joined = join(held, shape, self.tolerance)
@@ -286,6 +319,7 @@ class _Work:
         return {
             name: join(each, shape_of(seen.parameters, name), self.tolerance, floor)
             for name, each in held.items()
+            if name not in self.unknown
         }
 
     def _count(self, what: str) -> None:

@@ -84,6 +84,7 @@ class Comparison:
         largest: the largest relative difference that counts as equal.
         notes: what was not compared.
         tolerance: relative.
+        complete: whether all weights could be compared by name.
     """
 
     grid: str
@@ -93,6 +94,7 @@ class Comparison:
     largest: float = 0.0
     notes: tuple[str, ...] = ()
     tolerance: float = 0.0
+    complete: bool = True
 
     @property
     def parts(self) -> bool:

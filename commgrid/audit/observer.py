@@ -23,7 +23,12 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
-from commgrid.audit.parameters import AuditedParameter, audited_parameters, names_of
+from commgrid.audit.parameters import (
+    AuditedParameter,
+    audited_parameters,
+    names_of,
+    whole_model,
+)
 from commgrid.audit.records import (
     About,
     StepRecord,
@@ -68,7 +73,7 @@ class Observer:
         self.step = 1
         self.record = StepRecord()
         self.about = About(int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1")))
-        self._roots: dict[nn.Module, nn.Module] = {}  # what is called, and the model in it
+        self._models: dict[nn.Module, tuple[nn.Module, str]] = {}  # of modules that are called
         self._names: dict[nn.Module, str] = {}
         self._held: dict[int, AuditedParameter] = {}
         self._before: dict[int, Tensor] = {}
@@ -112,12 +117,13 @@ class Observer:
     def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
         if not self._stack and torch.is_grad_enabled():
             self._flush()
-            if module not in self._names and any(p.requires_grad for p in module.parameters()):
+            if module not in self._names:
                 self._adopt(module)
-            if module in self._roots and self.step <= self.steps:
+            if module in self._names and self.step <= self.steps:
+                of = f" of {self._names[module]}" if self._names[module] else ""
                 for index, each in enumerate(given):
                     if isinstance(each, Tensor) and not each.is_floating_point():
-                        _add(self.record.inputs, f"input {index}", each)
+                        _add(self.record.inputs, f"input {index}{of}", each)
         if torch.is_grad_enabled():
             autograd_nodes.note_new(_tensors(given), self._inside())
         self._stack.append(module)
@@ -128,7 +134,7 @@ class Observer:
         if torch.is_grad_enabled():
             autograd_nodes.note_new(_tensors(output), name or "")
         outermost = self._stack[0] if self._stack else module
-        if not name or outermost not in self._roots or self.step > self.steps:
+        if not name or outermost not in self._names or self.step > self.steps:
             return
         if not torch.is_grad_enabled():
             return
@@ -152,25 +158,28 @@ class Observer:
 
         return draws
 
-    def _adopt(self, root: nn.Module) -> None:
-        """A module that the program calls by itself: its model, or a part of it."""
-        inner: Any = root
-        while len(list(inner.parameters(recurse=False))) == 0 and isinstance(
-            getattr(inner, "module", None), nn.Module
-        ):
-            inner = inner.module  # what wraps it, such as DistributedDataParallel
-        self._roots[root] = inner
-        self._names[root] = ""
-        for module, name in names_of(inner, _grid()).items():
+    def _adopt(self, part: nn.Module) -> None:
+        """Name the whole model of a module that the program calls by itself, if it is trained."""
+        if part not in self._models:
+            self._models[part] = whole_model(part)
+        model, own = self._models[part]
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        names = names_of(model, _grid(), own)
+        first: dict[str, nn.Module] = {}
+        for module, name in (*self._names.items(), *names.items()):
+            own_tensors = (*module._parameters, *module._buffers)
+            if own_tensors and first.setdefault(name, module) is not module:
+                self.about.twice.append(name)
             self._names.setdefault(module, name)
-        for parameter in inner.parameters():
+        for parameter in model.parameters():
             if parameter.requires_grad and id(parameter) not in self._hooked:
                 self._hooked.add(id(parameter))
                 leaf: Any = parameter  # torch does not annotate the next
                 self._undo.append(leaf.register_hook(self._gradient_hook(leaf)).remove)
-        self._hold(inner)
+        self._hold(model, names)
         if self._beginning is not None:
-            self._begin_alike(inner)
+            self._begin_alike(model)
 
     @torch.no_grad()
     def _begin_alike(self, model: nn.Module) -> None:
@@ -327,9 +336,9 @@ class Observer:
         about.dtype = str(max(kinds, key=kinds.count)).removeprefix("torch.") if kinds else ""
         write_step(self.folder, about.rank, 0, self._state())
 
-    def _hold(self, root: nn.Module) -> None:
+    def _hold(self, root: nn.Module, names: dict[nn.Module, str]) -> None:
         try:
-            for held in audited_parameters(root, _grid(), self.about.notes):
+            for held in audited_parameters(root, names, _grid(), self.about.notes):
                 self._held.setdefault(id(held.parameter), held)
                 self.about.parameters[held.name] = (list(held.shape), held.region, held.partial)
         except CommGridError as error:  # what its layers say of themselves contradicts itself

@@ -1,25 +1,32 @@
 """A model's parameters by their names in the whole model, and where this rank's parts lie.
 
-A pipeline's parts are named alike by commgrid; Megatron-core says `layer_number` of a layer, and
-its rank of ep says which of the experts are a rank's.
+A program may call parts of its model one by one: the model is the outermost module that has them.
+Chunks of a pipeline have the names of the whole model by themselves; Megatron-core says
+`layer_number` of a layer, and its rank of ep says which of the experts are a rank's.
 """
 
 from __future__ import annotations
 
+import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
+from commgrid.data_parallel.reducer import GradientReducer
+from commgrid.data_parallel.slot import slot_of
 from commgrid.errors import CommGridError
 from commgrid.parameters import Placement, placements
 from commgrid.parameters.foreign import foreign_cut, megatron_cut
+from commgrid.pipeline import Pipeline
 from commgrid.resharding.item import HeldBoxes, held_boxes
 from commgrid.runtime.grid import HyperCommGrid
 
-_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
+"""Attributes that hold a wrapped module, such as DistributedDataParallel's."""
 _EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*|$)")
 
 
@@ -41,19 +48,73 @@ class AuditedParameter(HeldBoxes):
     partial: str = ""
 
 
-def names_of(root: nn.Module, grid: HyperCommGrid | None) -> dict[nn.Module, str]:
-    """Every module of a model by the name that it has in the whole one."""
+def whole_model(part: nn.Module) -> tuple[nn.Module, str]:
+    """The model that a module belongs to, and the name of that model in an optimizer.
+
+    Returns:
+        The outermost module with this part in it, up to a pipeline's chunk; of several, the one
+        that a reducer was given; else the part itself. The name is "" unless only an optimizer,
+        which was given named parameters, has one.
+    """
+    objects = gc.get_objects()
+    slots = [slot for slot in map(slot_of, part.parameters()) if slot is not None]
+    reducers = [slot.reducer for slot in slots if isinstance(slot.reducer, GradientReducer)]
+    given = {id(reducer.model): reducer.model for reducer in reducers}
+    live = [each for each in objects if issubclass(type(each), nn.Module)]
+    live += [module for model in given.values() for module in model.modules()]
+    pipelines = [each for each in objects if issubclass(type(each), Pipeline)]
+    chunks = {id(chunk) for pipeline in pipelines for chunk in pipeline.chunks}
+    above: dict[int, dict[int, nn.Module]] = {}
+    for module in live:
+        for child in (vars(module).get("_modules") or {}).values():
+            if id(child) not in chunks:
+                above.setdefault(id(child), {})[id(module)] = module
+    reached = {id(part): part}
+    left = [part]
+    while left:
+        outer = above.get(id(left.pop()), {})
+        left += [each for key, each in outer.items() if key not in reached]
+        reached |= outer
+    tops = [each for key, each in reached.items() if key not in above]
+    chosen = tops if len(tops) == 1 else [each for each in tops if id(each) in given]
+    if len(chosen) == 1 and chosen[0] is not part:
+        return chosen[0], ""
+    return part, _name_in_an_optimizer(part, objects)
+
+
+def _name_in_an_optimizer(model: nn.Module, objects: list[Any]) -> str:
+    """The beginning of its parameters' names in an optimizer; "": it was given none."""
+    name, parameter = next(iter(model.named_parameters()), ("", None))
+    for optimizer in (each for each in objects if issubclass(type(each), Optimizer)):
+        for group in optimizer.param_groups:
+            for said, each in zip(group.get("param_names", ()), group["params"], strict=False):
+                if each is parameter and said.endswith(f".{name}"):
+                    words = said.removesuffix(f".{name}").split(".")
+                    return ".".join(word for word in words if word not in _WRAPPERS)
+    return ""
+
+
+def names_of(root: nn.Module, grid: HyperCommGrid | None, of: str = "") -> dict[nn.Module, str]:
+    """Every module of a model by the name that it has in the whole one.
+
+    Args:
+        root: the model.
+        grid: where it lies; None: the program has none.
+        of: the model's own name.
+    """
     found: dict[nn.Module, str] = {}
-    own: dict[str, str] = {"": ""}
-    for path, module in root.named_modules(remove_duplicate=False):
-        parent, _, last = path.rpartition(".")
-        number = getattr(module, "layer_number", None)
-        if last.isdecimal() and isinstance(number, int):
-            last = str(number - 1)
-        own[path] = name = ".".join(each for each in (own[parent], last) if each)
-        if last in _WRAPPERS:
-            own[path] = name = own[parent]
-        found.setdefault(module, _global_expert(name, root, path, grid))
+    own: dict[str, str] = {"": of}
+    modules = dict(root.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        if path:
+            parent, _, last = path.rpartition(".")
+            number = getattr(module, "layer_number", None)
+            if last.isdecimal() and isinstance(number, int):
+                last = str(number - 1)
+            own[path] = ".".join(each for each in (own[parent], last) if each)
+            if last in _WRAPPERS and not modules[parent]._parameters:
+                own[path] = own[parent]
+        found.setdefault(module, _global_expert(own[path], root, path, grid))
     return found
 
 
@@ -69,16 +130,16 @@ def _global_expert(name: str, root: nn.Module, path: str, grid: HyperCommGrid | 
 
 
 def audited_parameters(
-    root: nn.Module, grid: HyperCommGrid | None, notes: list[str]
+    root: nn.Module, names: Mapping[nn.Module, str], grid: HyperCommGrid | None, notes: list[str]
 ) -> Iterator[AuditedParameter]:
     """Every parameter of a model, each once.
 
     Args:
         root: the model, or a pipeline stage's part of it.
+        names: of its modules, in the whole model.
         grid: where it lies; None: the program has none.
         notes: what is not compared, and why, is added to.
     """
-    names = names_of(root, grid)
     modules = dict(root.named_modules(remove_duplicate=False))
     for placement in placements(root):
         path, _, last = placement.name.rpartition(".")

@@ -65,6 +65,7 @@ class About:
         shapes: by region and axis, the grid's sizes.
         parameters: by name the full shape, the region and whether gradients are marked as partial.
         dtype: of most parameters.
+        twice: names that two of its modules have.
         notes: what is not compared, and why.
         steps: how many it has taken part in.
     """
@@ -75,6 +76,7 @@ class About:
     shapes: dict[str, dict[str, int]] = field(default_factory=dict)
     parameters: dict[str, tuple[list[int], str, str]] = field(default_factory=dict)
     dtype: str = ""
+    twice: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     steps: int = 0
 
@@ -167,10 +169,12 @@ def first_weights(folder: Path, wanted: Iterable[Any]) -> Iterator[tuple[Any, li
         Each that it has whole, and for each of its boxes this rank's tensor and the other's values.
     """
     whole: dict[str, Tensor] = {}
-    found = read_step(folder, 0)
+    found, about = read_step(folder, 0), read_about(folder)
     for held in wanted:
         chunks = [c for each in found.values() for c in each.weights.get(held.name, ())]
-        if not chunks or thin_shape(held.shape) != held.shape:
+        shapes = {tuple(each.parameters.get(held.name, [held.shape])[0]) for each in about}
+        is_twice = any(held.name.rpartition(".")[0] in each.twice for each in about)
+        if not chunks or is_twice or shapes != {held.shape} or thin_shape(held.shape) != held.shape:
             continue
         full = whole.setdefault(held.name, chunks[0][1].new_zeros(held.shape))
         for offset, part in chunks:

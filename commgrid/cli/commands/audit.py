@@ -20,9 +20,10 @@ _EXAMPLES = """examples:
   commgrid audit pretrain.py --same-weights --grids "tp=1" "tp=2 --tensor-model-parallel-size 2"
 
 Everything after -- is the script's; so is what follows a grid's sizes, on that grid alone. Each
-grid is a torchrun of as many ranks as its sizes make; commgrid.initialize takes the sizes instead
-of its own. Take a small model, fp64, no dropout. Exit status: 0 if no grid parts from the first, 1
-if one does, 2 if the script fails or an argument is wrong.
+grid is run on as many ranks as its sizes make, with torchrun's variables; commgrid.initialize takes
+the sizes instead of its own. Take a small model, fp64, no dropout. Exit status: 0 if no grid parts
+from the first, 1 if one does, 2 if the script fails or an argument is wrong, 3 if no grid parts and
+some cannot be compared as a whole, since names of parameters do not say which are the same.
 """
 
 
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         tell=lambda line: print(line, file=sys.stderr, flush=True),
     )  # fmt: skip
     give(args, found.as_dict, lambda: found.text)
-    return 1 if found.parts else 0
+    return 1 if found.parts else 0 if found.complete else 3
 
 
 def _script_behind(grids: list[str]) -> Path:
