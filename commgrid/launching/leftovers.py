@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Attributes = dict[str, tuple[Any, dict[str, Any]]]
@@ -61,40 +61,57 @@ _ENDING_SECONDS = 1.0  # that a thread which was told to end gets to do so
 _MOST_NAMES = 4  # of patched attributes in one sentence
 
 
-def snapshot(store: Any = None) -> Snapshot:
-    """Record the resources and settings of this process.
+KINDS = (
+    "grids", "groups", "threads", "files", "hooks", "patches", "environment", "settings", "keys",
+)  # fmt: skip
+"""Kinds of leftovers, in the order in which they are named."""
+
+
+def kinds_of(leftovers: str | Sequence[str]) -> frozenset[str]:
+    """The kinds of leftovers that are no error.
 
     Args:
-        store: a `torch.distributed` store to look for commgrid's keys in; None looks at no store.
+        leftovers: "ignore" for all, or a list of kinds.
+
+    Raises:
+        ValueError: an unknown kind.
 
     Example:
-        >>> import os
-        >>> from commgrid.launching.leftovers import snapshot
-        >>> before = snapshot()
-        >>> os.environ["MODE"] = "fast"
-        >>> before.left()
-        ["environment variable 'MODE' was set"]
-        >>> del os.environ["MODE"]
-        >>> before.left()
-        []
+        >>> sorted(kinds_of(["threads", "environment"]))
+        ['environment', 'threads']
     """
-    return Snapshot(store)
-
-
-def nothing_left(left: Sequence[str]) -> None:
-    """Raise AssertionError with the sentences of `Snapshot.left`, if there are any."""
-    if left:
-        raise AssertionError("this rank has left behind:\n" + "\n".join(f"- {one}" for one in left))
+    if leftovers == "ignore":
+        return frozenset(KINDS)
+    wrong = [leftovers] if isinstance(leftovers, str) else [*{*leftovers} - {*KINDS}]
+    if wrong:
+        raise ValueError(
+            f'leftovers has {wrong[0]!r}; expected "ignore", or a list of {", ".join(KINDS)}'
+        )
+    return frozenset(leftovers)
 
 
 class Snapshot:
-    """Resources and settings of one process at one time; see `snapshot`.
+    """Resources and settings of this process at one time, to find what is left since.
 
     It holds no grid, process group or file, so none of them lives longer because of it. torch is
     looked at only where the program has imported it. Open files are found through `/proc` and are
     not checked on systems without it. Not checked either are sockets and pipes, since torch keeps
     those of its stores and of WORLD; threads that Python has not started, such as gloo's; and keys
     of stores that cannot list them.
+
+    Args:
+        store: a `torch.distributed` store to look for commgrid's keys in; None looks at no store.
+
+    Example:
+        >>> import os
+        >>> from commgrid.testing import Snapshot
+        >>> before = Snapshot()
+        >>> os.environ["MODE"] = "fast"
+        >>> before.left()
+        ["environment variable 'MODE' was set"]
+        >>> before.left(["environment"])
+        []
+        >>> del os.environ["MODE"]
     """
 
     def __init__(self, store: Any = None) -> None:
@@ -110,26 +127,26 @@ class Snapshot:
         self._settings = _settings()
         self._keys = _keys(store)
 
-    def left(self, at_exit: bool = False) -> list[str]:
+    def left(self, leftovers: str | Sequence[str] = ()) -> list[str]:
         """Return a sentence for each leftover since the snapshot.
 
         Args:
-            at_exit: whether the process is about to end. Its process groups end with it, and are
-                not named.
+            leftovers: kinds that are not looked for, of `KINDS`; or "ignore".
 
         Call it once all ranks have destroyed their grids: until then the store has keys of theirs.
         A thread that is about to end is given a second.
         """
+        looks = (
+            self._grids_left, self._groups_left, self._threads_left, self._files_left,
+            self._hooks_left, self._patches_left, self._environment_left, self._settings_left,
+            self._keys_left,
+        )  # fmt: skip
+        ignored = kinds_of(leftovers)
         return [
-            *self._grids_left(),
-            *([] if at_exit else self._groups_left()),
-            *self._threads_left(),
-            *self._files_left(),
-            *self._hooks_left(),
-            *self._attributes_left(),
-            *_changes(self._environment, dict(os.environ)),
-            *self._settings_left(),
-            *(f"store key {key!r} was left" for key in sorted(_keys(self._store) - self._keys)),
+            said
+            for kind, look in zip(KINDS, looks, strict=True)
+            if kind not in ignored
+            for said in look()
         ]
 
     def _grids_left(self) -> list[str]:
@@ -195,7 +212,7 @@ class Snapshot:
             if (place, number) not in self._hooks
         ]
 
-    def _attributes_left(self) -> list[str]:
+    def _patches_left(self) -> list[str]:
         said = []
         traced = _recorder() is not None and _recorder() is not self._recorder
         # Asked for by the environment, it records until the process ends.
@@ -214,6 +231,19 @@ class Snapshot:
                 more = f" and {len(patched) - _MOST_NAMES} more" * (len(patched) > _MOST_NAMES)
                 said.append(f"{owner} is still patched: {listed}{more}")
         return said
+
+    def _environment_left(self) -> list[str]:
+        before, now, said = self._environment, os.environ, []
+        for name in sorted({*before, *now}):
+            if before.get(name) == now.get(name) or name.startswith(_VARIABLES_OF_LIBRARIES):
+                continue
+            how = "set" if name not in before else "removed" if name not in now else "changed"
+            said.append(f"environment variable {name!r} was {how}")
+        return said
+
+    def _keys_left(self) -> list[str]:
+        left = sorted(_keys(self._store) - self._keys)
+        return [f"store key {key!r} was left" for key in left]
 
     def _settings_left(self) -> list[str]:
         now = _settings()
@@ -347,16 +377,6 @@ def _is_own(value: Any, traced: bool) -> bool:
     ):  # the trace has a sentence of its own
         return True
     return any(module == each or module.startswith(f"{each}.") for each in _PATCHING_ITSELF)
-
-
-def _changes(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    said = []
-    for name in sorted({*before, *now}):
-        if before.get(name) == now.get(name) or name.startswith(_VARIABLES_OF_LIBRARIES):
-            continue
-        how = "set" if name not in before else "removed" if name not in now else "changed"
-        said.append(f"environment variable {name!r} was {how}")
-    return said
 
 
 def _settings() -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from commgrid.launching.leftovers import kinds_of
 from commgrid.launching.process import (
     MAY_END,
     RETURNED,
@@ -105,9 +106,10 @@ class Ranks:
         method: "fork", or "spawn" where the function uses CUDA.
         killable: whether a rank that a signal ends is no failure; the others run on, and end as
             programs do, with their exit handlers.
-        check: whether leftovers of a rank are an error (see `commgrid.launching.leftovers`); by
-            default unless `killable`. The function is a whole program: its grids and process
-            groups end with it.
+        check: whether leftovers of a rank are an error; by default unless `killable`. The
+            function is a whole program: its grids are ended before.
+        leftovers: kinds of leftovers that are no error, of `commgrid.launching.leftovers.KINDS`,
+            or "ignore". By default process groups, which end with the program.
     """
 
     def __init__(
@@ -124,11 +126,14 @@ class Ranks:
         method: str = "fork",
         killable: bool = False,
         check: bool | None = None,
+        leftovers: str | Sequence[str] = ("groups",),
     ) -> None:
         if world_size < 1:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
         if per_rank is not None and len(per_rank) != world_size:
             raise ValueError(f"per_rank has {len(per_rank)} entries for {world_size} ranks")
+        checked = not killable if check is None else check
+        allowed = kinds_of(leftovers) | (kinds_of("ignore") if not checked else frozenset())
         self.world_size, self.timeout, self.killable = world_size, timeout, killable
         self.outcomes: dict[int, Outcome] = {}
         """By rank, in the order in which they ended."""
@@ -149,7 +154,7 @@ class Ranks:
                 folder=self._folder.name,
                 backend=backend,
                 environ={**launched[rank], **variables(rank)},
-                check=not killable if check is None else check,
+                leftovers=allowed,
                 exits=killable,
                 parent=os.getpid(),
             )

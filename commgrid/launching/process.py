@@ -39,7 +39,7 @@ class Task:
         folder: where all ranks of the run leave their files.
         backend: of WORLD, which is started over a file; None: not started.
         environ: variables set before anything else.
-        check: whether leftovers are an error.
+        leftovers: kinds of leftovers that are no error.
         exits: whether functions registered with atexit run, as at the end of a program.
         parent: process id of the process that started the rank.
     """
@@ -52,7 +52,7 @@ class Task:
     folder: str
     backend: str | None
     environ: Mapping[str, str]
-    check: bool
+    leftovers: frozenset[str]
     exits: bool
     parent: int
 
@@ -119,14 +119,14 @@ def _start_world(task: Task) -> None:
 def _call(task: Task) -> Any:
     import torch.distributed as dist
 
-    from commgrid.launching.leftovers import nothing_left, snapshot
+    from commgrid.launching.leftovers import KINDS, Snapshot
 
-    if not task.check:
+    if task.leftovers >= {*KINDS}:
         return task.function(*task.args)
     store = None
     if task.rank == 0 and dist.is_initialized():
         store = dist.distributed_c10d._get_default_store()
-    before = snapshot(store)
+    before = Snapshot(store)
     value = task.function(*task.args)
     if "commgrid.runtime.registry" in sys.modules:
         sys.modules["commgrid.runtime.registry"].shutdown()  # as at the end of a program
@@ -134,7 +134,8 @@ def _call(task: Task) -> Any:
         task.path("done").touch()
     if store is not None and not _all_are_done(task):
         return value  # another rank has failed, and this one's leftovers follow from that
-    nothing_left(before.left(at_exit=True))
+    if left := before.left([*task.leftovers]):
+        raise AssertionError("this rank has left behind:\n" + "\n".join(f"- {one}" for one in left))
     return value
 
 

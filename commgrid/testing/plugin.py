@@ -3,6 +3,7 @@
     @pytest.mark.ranks(4)                  # on 4 ranks, over gloo
     @pytest.mark.ranks([1, 2, 4])          # three tests
     @pytest.mark.ranks(4, tp=2)            # with a grid: commgrid.initialize(tp=2)
+    @pytest.mark.ranks(4, leftovers=["threads"])   # threads may be left; "ignore": everything
 
 pytest loads this module by its entry point in every project of the environment, so it imports torch
 only when such a test runs.
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from commgrid.launching.leftovers import kinds_of
 
 MARKER = "ranks"
 
@@ -56,8 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        f"{MARKER}(n, **sizes): run the body on n ranks, or for each n of a list; sizes are those "
-        "of commgrid.initialize, whose grid is the fixture grid",
+        f"{MARKER}(n, leftovers=(), **sizes): run the body on n ranks, or for each n of a list; "
+        'leftovers are kinds that may be left, or "ignore"; sizes are those of '
+        "commgrid.initialize, whose grid is the fixture grid",
     )
 
 
@@ -91,6 +95,10 @@ def _sizes(marker: pytest.Mark, test: str) -> list[int]:
             f"{test}: @pytest.mark.ranks takes one number of ranks, or a list of them; "
             f"got {', '.join(map(repr, marker.args)) or 'nothing'}"
         )
+    try:
+        kinds_of(marker.kwargs.get("leftovers", ()))
+    except ValueError as error:
+        raise pytest.UsageError(f"{test}: @pytest.mark.ranks: {error}") from None
     return sizes
 
 
@@ -139,20 +147,22 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def _on_ranks(
-    test: Callable[..., Any], world_size: int, sizes: dict[str, Any], config: pytest.Config
+    test: Callable[..., Any], world_size: int, given: dict[str, Any], config: pytest.Config
 ) -> Callable[..., None]:
     def on_ranks(*args: Any, **arguments: Any) -> None:
         __tracebackhide__ = True
+        options = dict(given)
         import torch
 
         from commgrid.launching.local_ranks import run_on_ranks
 
+        leftovers = options.pop("leftovers", ())
         backend = config.getoption("--ranks-backend")
         if backend is None:
             backend = "nccl" if torch.cuda.device_count() >= world_size else "gloo"
         skipped = run_on_ranks(
-            _body, world_size, test, args, arguments, sizes,
-            backend=backend, method="spawn" if backend == "nccl" else "fork",
+            _body, world_size, test, args, arguments, options,
+            leftovers=leftovers, backend=backend, method="spawn" if backend == "nccl" else "fork",
             timeout=config.getoption("--ranks-timeout"),
         )  # fmt: skip
         if all(reason is not None for reason in skipped):
@@ -171,22 +181,14 @@ def _body(
     """Run a test's body on this rank; return the reason if it was skipped."""
     import torch.distributed as dist
 
-    from commgrid.launching.leftovers import nothing_left, snapshot
-    from commgrid.runtime.registry import destroy
     from commgrid.runtime.start import initialize
 
-    before = snapshot()
     wanted = {name for name, value in arguments.items() if isinstance(value, OnEachRank)}
-    with_grid = "grid" in wanted or bool(sizes)
     here: dict[str, Any] = {"rank": dist.get_rank()}
-    if with_grid:
+    if "grid" in wanted or sizes:
         here["grid"] = initialize(**sizes)
-    reason = None
     try:
         test(*args, **{**arguments, **{name: here[name] for name in wanted}})
     except pytest.skip.Exception as skipped:
-        reason = str(skipped)
-    if with_grid:
-        destroy(here["grid"].name)
-    nothing_left(before.left())
-    return reason
+        return str(skipped)
+    return None

@@ -16,13 +16,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import commgrid
-from commgrid.launching.leftovers import Snapshot, snapshot
+from commgrid.launching.leftovers import Snapshot
 from commgrid.testing import run_on_ranks
 
 
 @pytest.fixture
 def before() -> Iterator[Snapshot]:
-    taken = snapshot()
+    taken = Snapshot()
     yield taken
     assert taken.left() == []  # once the test has cleaned up
 
@@ -52,7 +52,7 @@ def test_a_thread(before: Snapshot) -> None:
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MODE", "slow")
     monkeypatch.setenv("SEED", "1")
-    before = snapshot()
+    before = Snapshot()
     with monkeypatch.context() as changed:
         changed.setenv("MODE", "fast")
         changed.delenv("SEED")
@@ -147,9 +147,9 @@ def test_several_patches_and_a_removal(before: Snapshot, monkeypatch: pytest.Mon
 
 def test_a_world_and_groups() -> None:
     def leaving() -> list[list[str]]:
-        outer = snapshot()
+        outer = Snapshot()
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        inner = snapshot()
+        inner = Snapshot()
         group = dist.new_group([0], group_desc="mine")
         found = [outer.left(), inner.left()]
         dist.destroy_process_group(group)
@@ -176,7 +176,7 @@ def test_a_world_and_groups() -> None:
 def test_a_grid_a_recording_and_a_key() -> None:
     def leaving() -> list[list[str]]:
         store = dist.distributed_c10d._get_default_store()
-        before = snapshot(store)
+        before = Snapshot(store)
         commgrid.initialize(tp=2, name="mine")
         dist.barrier()
         alive = [each for each in before.left() if not each.startswith("store key")]
@@ -222,7 +222,7 @@ def train() -> None:
 def test_a_clean_program_leaves_nothing(starts_world: bool) -> None:
     def clean() -> list[str]:
         store = None if starts_world else dist.distributed_c10d._get_default_store()
-        before = snapshot(store)
+        before = Snapshot(store)
         train()
         dist.barrier()
         commgrid.shutdown()
@@ -235,8 +235,8 @@ def test_a_clean_program_leaves_nothing(starts_world: bool) -> None:
 def test_torch_is_not_imported_for_it() -> None:
     program = (
         "import sys\n"
-        "from commgrid.launching.leftovers import snapshot\n"
-        "assert snapshot().left() == []\n"
+        "from commgrid.launching.leftovers import Snapshot\n"
+        "assert Snapshot().left() == []\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run(
@@ -249,7 +249,7 @@ def test_torch_is_not_imported_for_it() -> None:
 def test_the_file_of_a_store_is_open_while_it_is_asked(tmp_path: Path) -> None:
     path = tmp_path / "store"
     store = dist.PrefixStore("prefix", dist.FileStore(str(path), 1))
-    before = snapshot(store)
+    before = Snapshot(store)
     with path.open("rb"):  # as a call of the store on another thread has it
         assert before.left() == []
     with (tmp_path / "other").open("w") as other:

@@ -73,6 +73,22 @@ def test_a_rank_that_leaves_something_fails() -> None:
     with pytest.raises(RanksFailed, match="environment variable 'LEFT' was set"):
         run_on_ranks(leaves, 1, "environment")
     run_on_ranks(leaves, 1, "environment", check=False)
+    run_on_ranks(leaves, 1, "environment", leftovers=["environment"])
+    with pytest.raises(RanksFailed, match="environment variable 'LEFT' was set"):
+        run_on_ranks(leaves, 1, "environment", leftovers=["threads", "groups"])
+    with pytest.raises(RanksFailed, match="process group '1' is still registered"):
+        run_on_ranks(leaves, 2, "group", leftovers=[])
+
+
+def leaves_a_grid_and_fails() -> None:
+    commgrid.initialize()
+    raise ValueError("its own failure")
+
+
+def test_a_failure_is_told_before_leftovers() -> None:
+    with pytest.raises(RanksFailed, match="ValueError: its own failure") as failed:
+        run_on_ranks(leaves_a_grid_and_fails, 2)
+    assert "left behind" not in str(failed.value)
 
 
 def variables(rank: int) -> dict[str, str]:
@@ -100,6 +116,8 @@ def test_grids_and_groups_end_with_the_function(what: str) -> None:
     [
         (0, {}, "world_size is 0; expected at least 1"),
         (2, {"per_rank": [()]}, "per_rank has 1 entries for 2 ranks"),
+        (1, {"leftovers": "env"}, "leftovers has 'env'; expected \"ignore\", or a list of grids,"),
+        (1, {"leftovers": ["env"], "check": False}, "leftovers has 'env'"),
         (1, {"launcher": "mpirun"}, "launcher is 'mpirun'; expected one of torchrun, slurm"),
     ],
 )

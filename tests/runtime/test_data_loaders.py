@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 import commgrid
 from commgrid import PeerFailedError, PeerTimeoutError
 from commgrid.failures import named_failures
-from commgrid.launching.leftovers import snapshot
+from commgrid.launching.leftovers import Snapshot
 from commgrid.testing import run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
 
@@ -49,7 +49,7 @@ def summed(grid: commgrid.HyperCommGrid, value: float) -> float:
 
 
 def reading(watch: bool) -> list[str]:
-    before = snapshot()
+    before = Snapshot()
     grid = commgrid.initialize(tp=2, watch=watch, connect="all")
     for _ in range(2):  # epochs, each with workers of its own
         read = 0.0
@@ -71,7 +71,7 @@ def test_workers_come_and_go_beside_a_grid(watch: bool) -> None:
 
 def losing_a_worker() -> tuple[str, bool, list[str]]:
     """Rank 0's error when its worker is killed, while rank 1 waits in a collective."""
-    before = snapshot()
+    before = Snapshot()
     grid = commgrid.initialize(tp=2, watch=True, connect="all")
     said = ""
     try:

@@ -39,6 +39,33 @@ PASSES = """
         pytest.skip("as all ranks do")
 """
 
+LEAVES = """
+    import os, pytest, threading, torch, commgrid
+    import torch.distributed as dist
+
+    @pytest.mark.ranks(4)
+    def test_first_of_a_stranger():
+        grid = commgrid.initialize(tp=2)
+        ones = torch.ones(1)
+        dist.all_reduce(ones, group=grid.get_group("tp"))
+        assert ones == 2
+
+    @pytest.mark.ranks(2, dp=2)
+    def test_two_grids(grid):
+        commgrid.initialize(name="other", tp=2)
+
+    @pytest.mark.ranks(2, leftovers=["environment", "threads"])
+    def test_pool():
+        os.environ["LIBRARY_MODE"] = "fast"
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+
+    @pytest.mark.ranks(2, tp=2, leftovers="ignore")
+    def test_all(grid):
+        os.environ["LIBRARY_MODE"] = "fast"
+        torch.set_default_dtype(torch.float64)
+        dist.new_group([0, 1])
+"""
+
 
 @pytest.mark.full("-n2")
 @pytest.mark.parametrize("workers", ["-n0", "-n2"])
@@ -47,6 +74,48 @@ def test_bodies_run_on_ranks(pytester: pytest.Pytester, workers: str) -> None:
     done = pytester.runpytest_subprocess(workers, "-rs")
     done.assert_outcomes(passed=6, skipped=1)
     done.stdout.fnmatch_lines(["*as all ranks do"])
+
+
+def test_a_grid_that_a_test_leaves_is_ended(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(LEAVES)
+    pytester.runpytest().assert_outcomes(passed=4)
+
+
+def test_a_test_that_leaves_a_grid_and_fails_reports_its_failure(
+    pytester: pytest.Pytester,
+) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, commgrid
+
+        @pytest.mark.ranks(2)
+        def test_it(rank):
+            commgrid.initialize()
+            assert rank == 2, "its own failure"
+        """
+    )
+    done = pytester.runpytest()
+    done.assert_outcomes(failed=1)
+    said = done.stdout.str().partition("short test summary")[0]
+    assert said.count("AssertionError: its own failure") == 2
+    assert "left behind" not in said
+
+
+@pytest.mark.parametrize("given", ['"env"', '["env"]', '"threads"'])
+def test_an_unknown_kind_of_leftovers_is_refused(pytester: pytest.Pytester, given: str) -> None:
+    pytester.makepyfile(
+        f"""
+        import pytest
+
+        @pytest.mark.ranks(2, leftovers={given})
+        def test_it(rank): ...
+        """
+    )
+    done = pytester.runpytest()
+    assert done.ret != 0
+    said = done.stdout.str() + done.stderr.str()
+    assert f"leftovers has {given.strip('[]')}".replace('"', "'") in said
+    assert 'expected "ignore", or a list of grids, groups, threads, files, hooks, patches,' in said
 
 
 def test_a_missing_sum_fails_with_each_ranks_traceback(pytester: pytest.Pytester) -> None:
@@ -85,7 +154,7 @@ def test_wrong_uses_say_what_to_do(pytester: pytest.Pytester) -> None:
         def test_some_skip(rank):
             if rank: pytest.skip("not here")
 
-        @pytest.mark.ranks(1)
+        @pytest.mark.ranks(1, leftovers=["threads"])
         def test_leaves(rank):
             os.environ["LEFT"] = "1"
 
@@ -94,8 +163,9 @@ def test_wrong_uses_say_what_to_do(pytester: pytest.Pytester) -> None:
             torch.distributed.new_group([0, 1])
 
         @pytest.mark.ranks(2)
-        def test_leaves_a_grid(rank, grid):
+        def test_leaves_a_grid_and_more(rank, grid):
             commgrid.initialize(name="other")
+            torch.set_default_dtype(torch.float64)
 
         @pytest.mark.ranks(2)
         async def test_async(rank):
@@ -111,7 +181,8 @@ def test_wrong_uses_say_what_to_do(pytester: pytest.Pytester) -> None:
     assert "test_async[2 ranks] is async, and @pytest.mark.ranks runs a plain function" in said
     assert "environment variable 'LEFT' was set" in said
     assert "process group '1' is still registered" in said
-    assert "grid 'other' is still alive: call commgrid.shutdown()" in said
+    assert "default dtype is torch.float64, was torch.float32" in said
+    assert "is still alive" not in said
 
 
 @pytest.mark.parametrize("given", ["", "0", "'4'", "[]", "2, 4"])
