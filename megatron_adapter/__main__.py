@@ -1,4 +1,4 @@
-"""`python -m megatron_adapter names | departures | scan PATH`."""
+"""`python -m megatron_adapter names | scan PATH`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections import Counter
 
 from commgrid.cli.output import guarded
 from commgrid.errors import CommGridError
-from megatron_adapter.departures import DEPARTURES, as_markdown
 from megatron_adapter.names import MEGATRON_GROUPS, as_text
 from megatron_adapter.scan import scan
 
@@ -24,9 +23,6 @@ def _run() -> int:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     names = commands.add_parser("names", help="which commgrid group each of Megatron's is")
-    other = commands.add_parser(
-        "departures", help="what is answered otherwise than by Megatron-core, and since when"
-    )
     reads = commands.add_parser(
         "scan",
         help="where code reads Megatron's global parallel state",
@@ -34,14 +30,12 @@ def _run() -> int:
         "with 1 if there are any.",
     )
     reads.add_argument("path", metavar="PATH", help="a Python file, or a folder of them")
-    for command in (names, other, reads):
+    for command in (names, reads):
         command.add_argument("--json", action="store_true", help="print JSON")
     args = parser.parse_args()
     if args.command == "scan":
         return _scan(args.path, args.json)
-    rows = MEGATRON_GROUPS if args.command == "names" else DEPARTURES
-    text = as_text if args.command == "names" else as_markdown
-    print(json.dumps([row._asdict() for row in rows]) if args.json else text())
+    print(json.dumps([row._asdict() for row in MEGATRON_GROUPS]) if args.json else as_text())
     return 0
 
 

@@ -22,7 +22,7 @@ class MegatronSizeError(SpecError, RuntimeError):
 
 
 class MegatronVersionError(CommGridError, ImportError):
-    """megatron-core is not installed, or is another one than the adapter knows."""
+    """megatron-core is not installed, or has state or an argument that the adapter lacks."""
 
 
 class UnknownViewError(SpecError, KeyError):

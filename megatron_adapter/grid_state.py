@@ -65,22 +65,19 @@ class MegatronState:
         grid: alive, with axes that Megatron has words for.
         owns_grid: whether it was made for Megatron: it has what it is to have, and `close`
             destroys it.
-        alone: makes nothing, so that one rank can ask by itself; what the grid lacks is missing.
 
     Raises:
         SpecError: Megatron cannot express the grid, or a group of one of its names is another.
     """
 
-    def __init__(
-        self, grid: HyperCommGrid, *, owns_grid: bool = False, alone: bool = False
-    ) -> None:
-        self.grid, self.owns_grid, self.alone = grid, owns_grid, alone
+    def __init__(self, grid: HyperCommGrid, *, owns_grid: bool = False) -> None:
+        self.grid, self.owns_grid = grid, owns_grid
         self._expected = grid.spec if owns_grid else sizes_of(grid.spec, grid.world_size).spec()
         self._names = {
             group.state: self._meaning(group.name_on(self._expected.words))
             for group in MEGATRON_GROUPS
         }
-        self.companion = None if owns_grid or alone else self._make_companion()
+        self.companion = None if owns_grid else self._make_companion()
         self._later: list[HyperCommGrid] = []  # with groups that were asked for afterwards
         self.handed_out = False  # whether somebody keeps its groups, as in a collection
         self.values = initial()
@@ -97,8 +94,6 @@ class MegatronState:
             if self.is_member(name):
                 self.values[group.state] = self.find(name)
                 ranks = list(self._grid_with(name).get_ranks(name))
-            elif self.alone and not self.has(name):
-                self.values[group.state] = self._of_one_rank(name)
             if group.ranks is not None and self.values[group.state] is not None:
                 self.values[group.ranks] = ranks
         self.values["_HIERARCHICAL_CONTEXT_PARALLEL_GROUPS"] = self._levels() or None
@@ -106,18 +101,6 @@ class MegatronState:
         self.values["_global_process_group_list"] = [
             None, *(c.group for one in self._grids for c in one.communicators)
         ]  # fmt: skip
-
-    def _of_one_rank(self, name: str) -> ProcessGroup | None:
-        """A stand-in for a group of one rank that the grid lacks: any other group of this rank.
-
-        They communicate nothing, and share one communicator wherever there are several.
-        """
-        definition = self._expected.definitions.get(_canonical(self._expected, name))
-        if definition is None or definition.pick is not None or definition.own is not None:
-            return None
-        if definition.size(self._expected.shape) > 1:
-            return None
-        return next((c.group for c in self.grid.communicators if len(c.ranks) == 1), None)
 
     @property
     def _grids(self) -> list[HyperCommGrid]:
@@ -161,13 +144,9 @@ class MegatronState:
                 return grid
         raise UnknownGroupError(f"grid {self.grid.name!r} has no group {name!r}")
 
-    def has(self, name: str) -> bool:
-        """Whether a group of this name was created, on this rank or others."""
-        return any(_has(grid, name) for grid in self._grids)
-
     def is_member(self, name: str) -> bool:
         """Whether this rank is in the group; also False where there is none of this name."""
-        return self.has(name) and self._grid_with(name).is_member(name)
+        return any(_has(grid, name) and grid.is_member(name) for grid in self._grids)
 
     def find(self, name: str) -> ProcessGroup:
         """A group by its commgrid name."""

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import os
-import time
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
-from uuid import uuid4
 
 import torch.distributed as dist
 
@@ -21,11 +20,9 @@ from commgrid.errors import GridNotInitializedError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import as_index
-from commgrid.planning.group_row import GroupOptions
-from commgrid.runtime.startup_agreement import Rendezvous
-from commgrid.torch_compat import groups as torch_groups
+from commgrid.planning.spec import GridSpec
+from commgrid.runtime.grid import HyperCommGrid as Grid
 from commgrid.torch_compat import world as torch_world
-from commgrid.torch_compat.peer_errors import as_peer_error
 from megatron_adapter.errors import MegatronSizeError, UnknownViewError
 
 _BASE = "base"
@@ -79,7 +76,7 @@ class MegatronHyperCommGrid:
         self._views = {_BASE: layout}
         self._shared: dict[str, frozenset[str]] = {_BASE: frozenset(self.dim_names)}
         # None on ranks outside the grid, as Megatron's create_pg answers there.
-        self._groups: dict[tuple[str, str], dist.ProcessGroup | None] = {}
+        self._made: dict[tuple[str, str], Grid | None] = {}
 
     def register_view(
         self,
@@ -151,64 +148,32 @@ class MegatronHyperCommGrid:
                 not come, or fails.
         """
         key = view_name, name = self._key(dims, view)
-        if key in self._groups:
+        if key in self._made:
             raise KeyError(
                 f"process group {name} of view {view_name} has already been created; get_pg gives "
                 "it, whatever its options"
             )
-        first, rank = self.rank_offset, torch_world.world_rank()
-        ranks = range(first, first + self.size)
-        if rank not in ranks:
-            self._groups[key] = None
+        if not self.is_current_rank_in_grid():
+            self._made[key] = None
             return None
-        members = self._views[view_name].group(rank, *name.split("-"))
-        dims_and_sizes = dict(zip(self.dim_names, self.shape, strict=True))
-        # Incarnations are counted for each shape and place: another grid may be at the same one.
-        whole = "-".join(f"{dim}{size}" for dim, size in dims_and_sizes.items())
-        whole = f"commgrid/megatron/{whole}@{self.rank_offset}"
-        made: dist.ProcessGroup | None = None
-
-        def create(incarnation: str, patience: float) -> dist.ProcessGroup:
-            try:
-                return torch_groups.create_group(
-                    f"{whole}/{incarnation}/{view_name}/{name}/{members}",
-                    group_desc or name,
-                    members,
-                    backend=self.backend,
-                    options=GroupOptions(),
-                    timeout=None if timeout is None else timeout.total_seconds(),
-                    startup_timeout=patience,
-                    backend_options=pg_options,
-                )
-            except RuntimeError as error:
-                what = f"{name} of HyperCommGrid {dims_and_sizes} cannot be created"
-                raise as_peer_error(what, error) from error
-
-        if torch_world.world_backend() == torch_world.FAKE:
-            made = create(uuid4().hex, _STARTUP_SECONDS)
-            self._groups[key] = made
-            return made
-        try:
-            with Rendezvous(
-                torch_world.world_store(),
-                name=f"HyperCommGrid {dims_and_sizes}",
-                rank=rank,
-                ranks=ranks,
-                document={
-                    "backend": self.backend, "view": view_name, "dims": name,
-                    "timeout": str(timeout),
-                },
-                deadline=time.monotonic() + _STARTUP_SECONDS,
-                phases=("ready",),
-            ) as rendezvous:  # fmt: skip
-                made = create(rendezvous.incarnation, rendezvous.patience())
-                rendezvous.meet()
-        except BaseException:
-            if made is not None:
-                torch_groups.destroy_group(made)
-            raise
-        self._groups[key] = made
-        return made
+        layout = self._views[view_name]
+        axes = {dim: f"axis{i}" for i, dim in enumerate(layout.shape)}  # a dim may have any name
+        label = re.sub(r"\W|^(?=\d)", "_", group_desc or name)
+        label += "_" * (label in axes.values())
+        along = "_".join(axes[dim] for dim in name.split("-"))
+        spec = GridSpec.from_dict({
+            "axes": {axes[dim]: size for dim, size in layout.shape.items()},
+            "order": "-".join(axes.values()),
+            "create": [],
+            "connect": "none",
+            "groups": {label: {"of": along, "own": True}},
+        }).resolve(ranks=layout.ranks)  # fmt: skip
+        sizes = "-".join(f"{d}{n}" for d, n in zip(self.dim_names, self.shape, strict=True))
+        self._made[key] = Grid(
+            spec, name=f"HyperCommGrid {sizes}", backend=self.backend, timeout=timeout,
+            startup_timeout=_STARTUP_SECONDS, watch=False, pg_options=pg_options,
+        )  # fmt: skip
+        return self.get_pg(dims, view=view)
 
     def get_pg(self, dims: str | list[str], *, view: str | None = None) -> dist.ProcessGroup | None:
         """A group that `create_pg` made.
@@ -218,11 +183,12 @@ class MegatronHyperCommGrid:
             SpecError: unknown dims or view.
         """
         key = self._key(dims, view)
-        if key not in self._groups:
+        if key not in self._made:
             raise KeyError(
                 f"process group {key[1]} of view {key[0]} hasn't been created; call create_pg first"
             )
-        return self._groups[key]
+        made = self._made[key]
+        return None if made is None else made.get_group(*made.group_names)
 
     def get_rank_enum(self, dims: str | list[str], *, view: str | None = None) -> list[list[int]]:
         """The ranks of every group along some dims, groups ordered by the dims they do not have."""
@@ -239,8 +205,10 @@ class MegatronHyperCommGrid:
 
     def destroy(self) -> None:
         """Destroys the groups it made, once."""
-        groups, self._groups = list(self._groups.values()), {}
-        torch_groups.destroy_all([group for group in groups if group is not None])
+        made, self._made = self._made, {}
+        for grid in made.values():
+            if grid is not None:
+                grid.destroy()
 
     # -- names --------------------------------------------------------------------------
 

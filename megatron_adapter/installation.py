@@ -6,14 +6,15 @@ also if it imported a getter by name. A function must do something else in three
 mistaken, and while several grids are alive and none is chosen every function that asks for state
 raises. Those functions are given other code, also where they were imported before, and their
 own code back at the end.
+
+No release is written down here: functions take what the installed ones take, and what they read
+is read from their code.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
-import re
-import sys
 import warnings
 from collections.abc import Callable
 from types import CodeType, FunctionType, ModuleType
@@ -21,18 +22,12 @@ from typing import Any
 
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import is_initialized, live_grids
-from megatron_adapter import lifecycle, parallel_state
+from megatron_adapter import lifecycle
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError, MegatronVersionError
 from megatron_adapter.grid_state import VARIABLES, initial
-from megatron_adapter.parallel_state import buffers, getters, oddities, rank_groups
-from megatron_adapter.releases import (
-    NEWEST,
-    SUPPORTED,
-    Arguments,
-    Release,
-    release_here,
-    release_of,
-)
+from megatron_adapter.installed import SUPPORTED, shaped
+from megatron_adapter.module_code import ModuleCode
+from megatron_adapter.parallel_state import getters, oddities, rank_groups
 from megatron_adapter.state import STORE
 
 _MODULE = "megatron.core.parallel_state"
@@ -44,32 +39,37 @@ class Installation:
 
     Args:
         module: `megatron.core.parallel_state`.
+        code: the module's.
     """
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, code: ModuleCode) -> None:
         self.variables = vars(module)
         self._module = module
         self._before = {name: self.variables[name] for name in VARIABLES if name in self.variables}
         self.names = frozenset(self._before)
         # Megatron's own function objects; their names may get others later.
-        self._functions = _own_functions(module)
+        self._functions = code.functions
+        self._stateful = {
+            name for name in self._functions.keys() - _REPLACED.keys()
+            if not name.startswith("_") and code.touched_by(name) & self.names
+        }  # fmt: skip
+        destroy = self._functions["destroy_model_parallel"]
+        self._destroy = FunctionType(destroy.__code__, self.variables, argdefs=destroy.__defaults__)
+        self._destroy.__kwdefaults__ = destroy.__kwdefaults__
         self._redirected: dict[str, tuple[CodeType, Any, Any]] = {}
         self.variables[_TARGETS] = {}
         for name in _REPLACED.keys() & self._functions.keys():
-            self._redirect(name, _REPLACED[name])
+            signature = inspect.signature(self._functions[name])
+            self._redirect(name, shaped(name, _REPLACED[name], signature))
 
     def _redirect(self, name: str, target: Callable[..., Any]) -> None:
-        """Makes one of Megatron's functions call another, with the arguments it would take."""
+        """Makes one of Megatron's functions call another with its arguments."""
         function = self._functions[name]
         signature = inspect.signature(function)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return target(**signature.bind(*args, **kwargs).arguments)
-
         self._redirected[name] = (
             function.__code__, function.__defaults__, function.__kwdefaults__
         )  # fmt: skip
-        self.variables[_TARGETS][name] = call
+        self.variables[_TARGETS][name] = target
         text = f"def {name}(*args, **kwargs): return {_TARGETS}[{name!r}](*args, **kwargs)"
         made: dict[str, Any] = {}
         exec(text, made)
@@ -93,10 +93,25 @@ class Installation:
         for name in self._before:
             self.variables[name] = shown[name]
         if values is None:
-            for name in (_STATEFUL - _REPLACED.keys()) & self._functions.keys():
-                self._redirect(name, inspect.unwrap(getattr(parallel_state, name)))
+            for name in self._stateful:
+                self._redirect(name, _OF_SEVERAL.get(name, _ask_which))
         elif shown["_DATA_PARALLEL_GROUP"] is not None and shown["_GLOBAL_MEMORY_BUFFER"] is None:
             self._module._set_global_memory_buffer()
+
+    def end_others(self) -> None:
+        """Runs Megatron's own `destroy_model_parallel` where there are no groups that it could end.
+
+        It ends what belongs to no grid: symmetric memory, NCCL's expert library.
+        """
+        shown = {name: self.variables[name] for name in self.names}
+        self.variables.update((name, initial()[name]) for name in self.names)
+        try:
+            self._destroy()
+        except Exception as error:  # the state goes all the same, as Megatron's does
+            said = f"megatron-core's own destroy_model_parallel failed: {error}"
+            warnings.warn(said, RuntimeWarning, stacklevel=4)
+        finally:
+            self.variables.update(shown)
 
     def close(self) -> None:
         """Leaves Megatron as it was."""
@@ -106,19 +121,10 @@ class Installation:
         del self.variables[_TARGETS]
 
 
-def _own_functions(module: ModuleType) -> dict[str, FunctionType]:
-    """The functions that a module defines itself."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__globals__ is vars(module)
-    }  # fmt: skip
-
-
 def _initialize(**given: Any) -> None:
     """What Megatron's `initialize_model_parallel` does once installed."""
     lifecycle.check_sizes(given)
-    if STORE.states or is_initialized(lifecycle.DEFAULTS["name"]):
+    if STORE.states or is_initialized(lifecycle.PARAMETERS["name"].default):
         alive = ", ".join(repr(grid.name) for grid in live_grids())
         raise MegatronStateError(
             f"model parallel is already initialized: grid {alive} is alive; end it with "
@@ -127,35 +133,39 @@ def _initialize(**given: Any) -> None:
     lifecycle.initialize_model_parallel(**given)
 
 
+_initialize.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [one for one in lifecycle.PARAMETERS.values() if one.name not in lifecycle.OWN]
+)
+
+
 def _destroy() -> None:
     """What Megatron's `destroy_model_parallel` does once installed."""
     _ = STORE.current  # raises where a grid must be chosen first
-    for module, name in release_here().ends:
-        target: Any = sys.modules.get(module)  # what was never imported has nothing to end
-        for part in name.split("."):
-            target = getattr(target, part, None)
-        try:
-            if target is not None:
-                target()
-        except Exception as error:  # the state goes all the same, as Megatron's does
-            warnings.warn(f"{module}.{name}() failed: {error}", RuntimeWarning, stacklevel=3)
+    if _installation is not None:
+        _installation.end_others()
     lifecycle.destroy_model_parallel()
 
 
 _REPLACED: dict[str, Callable[..., Any]] = {
     "initialize_model_parallel": _initialize,
     "destroy_model_parallel": _destroy,
-    # Megatron's own are mistaken (see `departures`).
+    # Megatron's own are mistaken; see docs/megatron_releases.md.
     "create_all_gather_groups": rank_groups.create_all_gather_groups,
     "get_hybrid_data_context_parallel_groups": oddities.get_hybrid_data_context_parallel_groups,
 }
 """Megatron's functions that do something else while it is installed."""
-_STATEFUL = {
-    *getters.__all__, *oddities.__all__,
-    *(name for name in vars(buffers) if name.endswith("_buffer")),
-    "create_group", "update_pg_timeout",
-}  # fmt: skip
-"""Megatron's public functions that ask for or set state of a grid."""
+
+
+def _ask_which(*_: object, **__: object) -> object:
+    """Raise, while several grids are alive and none is chosen."""
+    return STORE.current
+
+
+_OF_SEVERAL: dict[str, Callable[..., Any]] = {
+    "is_initialized": oddities.is_initialized,
+    "model_parallel_is_initialized": oddities.model_parallel_is_initialized,
+}
+"""Functions that have an answer also then."""
 
 
 _installation: Installation | None = None
@@ -172,8 +182,8 @@ def install(grid: HyperCommGrid | None = None) -> None:
         grid: alive; every rank of it calls this. None: the only live grid, if there is one.
 
     Raises:
-        MegatronVersionError: megatron-core is not installed, of another version, or has state
-            that the adapter does not know, which is listed.
+        MegatronVersionError: megatron-core is not installed, or one of its functions that the
+            adapter knows reads state that the adapter does not set, which is listed.
         MegatronStateError: Megatron's own state is initialized, or the grid was destroyed.
         AmbiguousGridError: several grids are alive and none was given.
         SpecError: Megatron cannot express the grid.
@@ -181,14 +191,14 @@ def install(grid: HyperCommGrid | None = None) -> None:
     global _installation
     chosen = grid if grid is not None else _only_grid()
     if _installation is None:
-        module = load_megatron()
+        module, code = load_megatron()
         if module.model_parallel_is_initialized() or module.is_initialized():
             raise MegatronStateError(
                 "megatron-core's model parallel state is initialized already, by its own groups; "
                 "call install before initialize_model_parallel, or destroy_model_parallel first"
             )
         state = None if chosen is None else STORE.state_of(chosen)
-        _installation = Installation(module)
+        _installation = Installation(module, code)
         STORE.follow(_installation)
     else:
         state = None if chosen is None else STORE.state_of(chosen)
@@ -225,70 +235,57 @@ def _only_grid() -> HyperCommGrid | None:
     return alive[0] if alive else None
 
 
-def load_megatron() -> ModuleType:
-    """megatron-core's parallel_state, if the adapter knows its release.
+def load_megatron() -> tuple[ModuleType, ModuleCode]:
+    """megatron-core's parallel_state, if a grid can be put behind it.
 
     Raises:
-        MegatronVersionError: listing what does not match.
+        MegatronVersionError: listing why not.
     """
     try:
         module = importlib.import_module(_MODULE)
-        found: str = importlib.import_module("megatron.core").__version__
+        version: str = importlib.import_module("megatron.core").__version__
     except ImportError as error:
         raise MegatronVersionError(
             f"megatron-core cannot be imported ({error}); pip install megatron-core=="
             f"{_INSTALLABLE}, or one of {', '.join(SUPPORTED)}"
         ) from error
-    release = release_of(found)
-    problems = differences(module, release)
-    if release is None:
-        problems.insert(0, f"its version is {found}, known are {', '.join(SUPPORTED)}")
-    if problems:
+    code = ModuleCode(module)
+    if problems := unfit(module, code):
         listed = "".join(f"\n  - {problem}" for problem in problems)
         raise MegatronVersionError(
-            f"megatron-core {found} is not one that the adapter knows:{listed}\n"
+            f"no grid can be put behind the parallel state of megatron-core {version}:{listed}\n"
             f"use megatron-core {', '.join(SUPPORTED[:-1])} or {SUPPORTED[-1]}"
         )
-    return module
+    return module, code
 
 
+_NEEDED = ("initialize_model_parallel", "destroy_model_parallel", "model_parallel_is_initialized")
 _INSTALLABLE = "0.16.1"
 """The newest release that installs on every Python that commgrid runs on."""
 
 
-def differences(module: ModuleType, release: Release | None = None) -> list[str]:
-    """The names that a parallel_state has beyond a release, and the needed ones that it lacks.
+def unfit(module: ModuleType, code: ModuleCode) -> list[str]:
+    """Reasons why a parallel_state would answer wrongly for a grid.
 
-    Args:
-        module: `megatron.core.parallel_state`.
-        release: None: the newest.
+    Its own initialization no longer runs. A getter of the supported releases must not read
+    variables that only this initialization sets. A further getter may, and finds them not set.
     """
-    known = release or NEWEST
-    state = {n for n in vars(module) if re.fullmatch(r"_[A-Z][A-Z0-9_]*", n)}
-    state |= {"_global_process_group_list"} & vars(module).keys()
-    state.discard(_TARGETS)
-    found = [f"variable {name} is not known" for name in sorted(state - known.variables)]
-    found += [f"variable {name} is missing" for name in sorted(known.variables - state)]
-    own = _own_functions(module)
-    for name, function in own.items():
-        if name in known.functions:
-            found += _other_arguments(name, function, known.functions[name])
+    own = code.functions
+    found = [f"function {name} is missing" for name in _NEEDED if not hasattr(module, name)]
     found += [
-        f"function {name} is not known"
-        for name in own if not name.startswith("_") and name not in known.functions
+        f"function {name} was replaced by another"
+        for name in (*_NEEDED, *_REPLACED) if hasattr(module, name) and name not in own
     ]  # fmt: skip
-    replaced = [name for name in _REPLACED if name in known.functions and name not in own]
-    return found + [f"function {name} was replaced by another" for name in replaced]
-
-
-def _other_arguments(name: str, function: FunctionType, known: Arguments) -> list[str]:
-    """How a function's arguments differ from those of a release."""
-    parameters = inspect.signature(function).parameters
-    added = [f"{name} has a parameter {one}" for one in parameters if one not in dict(known)]
-    defaults = ((one, parameter.default) for one, parameter in parameters.items())
-    empty = inspect.Parameter.empty
-    theirs = tuple((one, "" if value is empty else repr(value)) for one, value in defaults)
-    if added or theirs == known:
-        return added
-    words = [", ".join(one + "=" * bool(v) + v for one, v in a) for a in (theirs, known)]
-    return [f"{name} takes ({words[0]}), known is ({words[1]})"]
+    if found:
+        return list(dict.fromkeys(found))
+    made = code.set_by("initialize_model_parallel") - {*VARIABLES}
+    for name in sorted({*getters.__all__, *oddities.__all__} & own.keys() - _REPLACED.keys()):
+        touched = code.touched_by(name)
+        if strange := sorted(touched & made):
+            found.append(
+                f"function {name} reads {', '.join(strange)}, which only Megatron's own "
+                "initialize_model_parallel sets"
+            )
+        elif name == "model_parallel_is_initialized" and not touched & {*VARIABLES}:
+            found.append(f"function {name} reads none of the variables that the adapter sets")
+    return found

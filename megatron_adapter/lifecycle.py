@@ -41,6 +41,7 @@ def initialize_model_parallel(
     use_sharp: bool = False,
     context_parallel_size: int = 1,
     hierarchical_context_parallel_sizes: list[int] | None = None,
+    *,
     hybrid_context_parallel: bool = False,
     expert_model_parallel_size: int = 1,
     gtp_remat_size: int = 1,
@@ -58,7 +59,6 @@ def initialize_model_parallel(
     create_all_gather_group: bool | None = False,
     rank_offset: int = 0,
     local_world_size: int | None = None,
-    *,
     share: str = DEFAULT_SHARE,
     connect: str | Sequence[str] = CONNECT,
     startup_timeout: Seconds = 600.0,
@@ -67,7 +67,7 @@ def initialize_model_parallel(
     """One grid with exactly Megatron's groups, and Megatron's state read from it.
 
     Every parameter means what it means to megatron-core's function of this name, in the release
-    that has it; those after the star are commgrid's. Every rank of the grid calls it, with the same
+    that has it; the last four are commgrid's. Every rank of the grid calls it, with the same
     arguments.
 
     Args:
@@ -148,11 +148,9 @@ def _audited(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, **{name: sizes[axis] for axis, name in _SIZES.items()}}
 
 
-DEFAULTS = {
-    name: one.default
-    for name, one in inspect.signature(initialize_model_parallel).parameters.items()
-}
-"""What `initialize_model_parallel` takes, and what it is by default."""
+PARAMETERS = inspect.signature(initialize_model_parallel).parameters
+OWN = ("share", "connect", "startup_timeout", "name")
+"""What `initialize_model_parallel` takes that megatron-core's does not."""
 
 
 def check_sizes(given: Mapping[str, Any]) -> MegatronSizes:
@@ -161,7 +159,7 @@ def check_sizes(given: Mapping[str, Any]) -> MegatronSizes:
     Raises:
         MegatronStateError, MegatronSizeError, SpecError: as `initialize_model_parallel`.
     """
-    given = {**DEFAULTS, **given}
+    given = {**{name: one.default for name, one in PARAMETERS.items()}, **given}
     instances = given["num_distributed_optimizer_instances"]
     sharp = _sharp_group(given["use_sharp"], given["sharp_enabled_group"], instances)
     if not dist.is_initialized():

@@ -1,6 +1,6 @@
 """The commgrid group for each of Megatron-core's groups; `python -m megatron_adapter names`.
 
-Of all releases together; which of them has what is in `releases`. Everything else here reads this
+Of all releases together. Everything else here reads this
 table: the state that is put behind Megatron's functions, the groups a grid is given for it, and the
 fields of a ProcessGroupCollection.
 

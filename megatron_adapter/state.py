@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from commgrid.errors import SpecError
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.registry import get_grid, live_grids
+from commgrid.runtime.registry import get_grid
 from megatron_adapter.errors import AmbiguousGridError, MegatronStateError
 from megatron_adapter.grid_state import KEPT, VIRTUAL_STAGES, MegatronState, initial
 
@@ -40,7 +39,6 @@ class Store:
         self._outside = False  # whether virtual stages in it are of a grid without this rank
         self._publisher: Publisher | None = None
         self._shown: dict[str, Any] | None = None
-        self._alone: MegatronState | None = None  # of the only grid, if none is chosen
 
     # -- which grids there are ----------------------------------------------------------
 
@@ -80,17 +78,12 @@ class Store:
         if state in self.states:
             return
         self._take_back()
-        alone, self._alone = self._alone, None
-        before = [self._blank]
-        if alone is not None and alone.grid is state.grid:
-            before.insert(0, alone.values)
-        outside, self._outside = self._outside, False
+        if self._outside:  # of a grid that this rank is not in
+            self._blank |= dict.fromkeys(VIRTUAL_STAGES)
+        self._outside = False
         for name in KEPT:  # what was set before there was a grid
-            for values in before:
-                if outside and values is self._blank and name in VIRTUAL_STAGES:
-                    continue  # of a grid that this rank is not in
-                if state.values[name] is None:
-                    state.values[name] = values[name]
+            if state.values[name] is None:
+                state.values[name] = self._blank[name]
         more = self._blank["_global_process_group_list"] or [None]
         state.values["_global_process_group_list"] += more[1:]
         self._blank = initial()
@@ -110,7 +103,7 @@ class Store:
     def clear(self) -> None:
         """Forgets what was set while there was no grid."""
         self._take_back()
-        self._blank, self._alone = initial(), None
+        self._blank = initial()
         self._show()
 
     def set_virtual_stages(self, count: int | None) -> None:
@@ -156,51 +149,15 @@ class Store:
         Raises:
             MegatronStateError: see `current`.
         """
-        state = self.current or self.lone()
+        state = self.current
         publisher = None if self._shown is None else self._publisher
         if publisher is not None and name in publisher.names:
             return publisher.variables
         return self._blank if state is None else state.values
 
-    def lone(self) -> MegatronState | None:
-        """The state of the one grid that is alive, as far as a rank can tell by itself.
-
-        None with no grid, with states of grids, and while a megatron-core is installed, whose
-        variables then say what there is.
-
-        Raises:
-            AmbiguousGridError: several grids are alive.
-            SpecError: Megatron cannot express the grid.
-        """
-        alive = () if self.states or self._publisher is not None else live_grids()
-        if len(alive) > 1:
-            names = ", ".join(repr(grid.name) for grid in alive)
-            raise AmbiguousGridError(
-                f"grids {names} are alive; say whose groups are meant, as in `with "
-                f"megatron_adapter.active({alive[0].name!r}):`"
-            )
-        if not alive:
-            self._alone = None
-            return None
-        for state in self._made:
-            if state.grid is alive[0]:
-                return state
-        if self._alone is None or self._alone.grid is not alive[0]:
-            self._alone = MegatronState(alive[0], alone=True)
-            alive[0].before_destroy(self._forget_alone)
-        return self._alone
-
-    def _forget_alone(self) -> None:
-        self._alone = None
-
     def is_there(self) -> bool:
         """Whether there is a state to ask, of one grid or several."""
-        try:
-            return bool(self.states) or self.lone() is not None
-        except AmbiguousGridError:
-            return True
-        except SpecError:
-            return False
+        return bool(self.states)
 
     @contextmanager
     def choose(self, state: MegatronState) -> Iterator[None]:

@@ -54,6 +54,7 @@ class HyperCommGrid(LiveGroups):
         timeout: how long a collective may take, in seconds or as timedelta; None: torch's default.
         startup_timeout: how long starting may take in all, likewise.
         watch: whether a thread sees that ranks are gone; see `initialize`.
+        pg_options: torch's own options of a group, in place of the groups table's `nccl`.
         before_ready: called with the grid before ranks say that they are ready, so that an error in
             it is one on all of them.
 
@@ -75,8 +76,10 @@ class HyperCommGrid(LiveGroups):
         timeout: Seconds | None = None,
         startup_timeout: Seconds = 600.0,
         watch: bool | None = None,
+        pg_options: Any = None,
         before_ready: Callable[[HyperCommGrid], object] = lambda grid: None,
     ) -> None:
+        self._pg_options = pg_options
         limit = None if timeout is None else as_seconds("timeout", timeout)
         startup = as_seconds("startup_timeout", startup_timeout)
         if not torch_world.is_initialized():

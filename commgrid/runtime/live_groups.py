@@ -47,6 +47,8 @@ class LiveGroups(NamedGroups):
         timeout: seconds that a collective may take; None: torch's default.
     """
 
+    _pg_options: Any = None  # torch's, in place of the groups table's
+
     def __init__(
         self, name: str, spec: GridSpec, rank: int, backend: str | None, timeout: float | None
     ) -> None:
@@ -134,7 +136,7 @@ class LiveGroups(NamedGroups):
             return torch_groups.create_group(
                 name, ",".join(planned.names), planned.members, backend=self._backend,
                 options=planned.options, timeout=self._timeout, startup_timeout=patience,
-                connect=planned.connect, prefix=prefix,
+                backend_options=self._pg_options, connect=planned.connect, prefix=prefix,
                 hearing=Hearing(self._where, self._hear),
             )  # fmt: skip
         except RuntimeError as error:

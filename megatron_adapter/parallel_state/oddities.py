@@ -12,9 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_adapter.errors import MegatronStateError
+from megatron_adapter.installed import signatures
 from megatron_adapter.parallel_state import getters
 from megatron_adapter.parallel_state.access import is_up, peek, read, write
-from megatron_adapter.releases import release_here
 from megatron_adapter.state import STORE
 
 __all__ = [
@@ -74,6 +74,7 @@ def model_parallel_is_initialized() -> bool:
 
 def get_data_parallel_group(
     with_context_parallel: bool = False,
+    *,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
     independent_all_gather: bool = False,
@@ -116,22 +117,36 @@ def has_separate_all_gather_group() -> bool:
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False,
+    *,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
     """The size of `get_data_parallel_group`; 0 without torch.distributed."""
-    given = with_context_parallel, with_gtp_remat, partial_data_parallel
-    return _asked("_MPU_DATA_PARALLEL_WORLD_SIZE", lambda: get_data_parallel_group(*given).size())
+
+    def ask() -> int:
+        return get_data_parallel_group(
+            with_context_parallel, with_gtp_remat=with_gtp_remat,
+            partial_data_parallel=partial_data_parallel,
+        ).size()  # fmt: skip
+
+    return _asked("_MPU_DATA_PARALLEL_WORLD_SIZE", ask)
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False,
+    *,
     with_gtp_remat: bool = True,
     partial_data_parallel: bool = False,
 ) -> int:
     """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
-    given = with_context_parallel, with_gtp_remat, partial_data_parallel
-    return _asked("_MPU_DATA_PARALLEL_RANK", lambda: get_data_parallel_group(*given).rank())
+
+    def ask() -> int:
+        return get_data_parallel_group(
+            with_context_parallel, with_gtp_remat=with_gtp_remat,
+            partial_data_parallel=partial_data_parallel,
+        ).rank()  # fmt: skip
+
+    return _asked("_MPU_DATA_PARALLEL_RANK", ask)
 
 
 def _asked(override: str, ask: Callable[[], int]) -> int:
@@ -208,7 +223,7 @@ def get_expert_tensor_parallel_rank() -> int:
 
 
 def get_expert_tensor_model_pipeline_parallel_group(
-    check_initialized: bool = True, with_egtp_remat: bool = False
+    check_initialized: bool = True, *, with_egtp_remat: bool = False
 ) -> Any:
     """The group `pp_ep_etp`, or with the shards of weights too: `pp_egtp_ep_etp`."""
     return read(
@@ -219,6 +234,7 @@ def get_expert_tensor_model_pipeline_parallel_group(
 
 def get_expert_data_parallel_group(
     check_initialized: bool = True,
+    *,
     with_gtp_remat: bool = True,
     partial_expert_data_parallel: bool = False,
 ) -> Any:
@@ -251,7 +267,7 @@ def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = Fal
 
 
 def get_expert_data_parallel_rank(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """This rank's position in `get_expert_data_parallel_group`; 0 without torch.distributed."""
     if not is_up():
@@ -262,7 +278,7 @@ def get_expert_data_parallel_rank(
 
 
 def get_expert_data_parallel_world_size(
-    with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
+    *, with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False
 ) -> int:
     """The size of `get_expert_data_parallel_group`; 0 without torch.distributed."""
     if not is_up():
@@ -274,8 +290,13 @@ def get_expert_data_parallel_world_size(
 
 def get_all_ranks() -> str:
     """Positions in tp, dp, cp, pp and ep, from 0.19 on in gtp as well, joined by underscores."""
-    here = {**vars(getters), **globals()}
-    ranks = (here[getter]() for getter in release_here().positions)
+    ranks = [
+        getters.get_tensor_model_parallel_rank(), get_data_parallel_rank(),
+        getters.get_context_parallel_rank(), getters.get_pipeline_model_parallel_rank(),
+        getters.get_expert_model_parallel_rank(),
+    ]  # fmt: skip
+    if not signatures() or "get_gtp_weight_remat_rank" in signatures():
+        ranks.insert(1, getters.get_gtp_weight_remat_rank())
     return "_".join(str(rank or 0) for rank in ranks)
 
 

@@ -26,10 +26,7 @@ CANDIDATES: dict[str, tuple[Any, ...]] = {
 }
 """What each parameter of a getter is tried with; one that is not here fails the test."""
 
-NOT_STATE = {
-    "get_nccl_options", "default_embedding_ranks", "default_position_embedding_ranks",
-    "get_global_memory_buffer",
-}  # fmt: skip
+NOT_STATE = {"get_nccl_options", "get_global_memory_buffer"}
 
 
 def public_functions(module: ModuleType) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import math
 import os
 from dataclasses import fields
 from typing import Any
+from unittest import mock
 
 import megatron.core
 import numpy
@@ -15,35 +16,53 @@ import pytest
 from megatron.core import process_groups_config
 from megatron.core.hyper_comm_grid import HyperCommGrid as TheirGrid
 
+import commgrid
 import megatron_adapter
 import megatron_adapter.parallel_state as mpu
+from commgrid import UnknownGroupError
 from commgrid.testing import run_on_ranks
-from megatron_adapter.installation import differences
-from megatron_adapter.releases import release_of
+from megatron_adapter import AmbiguousGridError, MegatronVersionError, installation
+from megatron_adapter.collection import FIELDS
+from megatron_adapter.installation import unfit
+from megatron_adapter.module_code import ModuleCode
 from tests.megatron_adapter import test_functions, test_gpt, test_hyper_comm_grid
 from tests.peers import parallel_state as theirs
 from tests.sizes import some
 
 
 def table() -> list[str]:
-    """Where the table of this release is not what the release has."""
-    release = release_of(megatron.core.__version__)
-    assert release is not None
-    found = differences(theirs, release)
-    own = set(test_functions.public_functions(theirs))
-    found += [f"function {name} is missing" for name in release.functions.keys() - own]
-    named = [field.name for field in fields(process_groups_config.ProcessGroupCollection)]
-    if sorted(named) != sorted(release.fields):
-        found.append(f"a collection has fields {named}")
-    for name, arguments in release.grid.items():
-        known = [argument.lstrip("*") for argument, _ in arguments if argument != "*"]
+    """What of this release the adapter does not know."""
+    found = unfit(theirs, ModuleCode(theirs))
+    found += [f"{name} is missing" for name in sorted(missing())]
+    named = {field.name for field in fields(process_groups_config.ProcessGroupCollection)}
+    found += [f"a collection has a field {name}" for name in sorted(named - FIELDS.keys())]
+    for name, function in vars(TheirGrid).items():
+        if not inspect.isfunction(function) or (name.startswith("_") and name not in _CALLED):
+            continue
         asked, mine = (
-            list(inspect.signature(getattr(kind, name)).parameters)
+            inspect.signature(getattr(kind, name)).parameters
             for kind in (TheirGrid, megatron_adapter.HyperCommGrid)
         )
-        if asked != known or not {*known} - {"kwargs"} <= {*mine}:
-            found.append(f"HyperCommGrid.{name} takes {asked}, the adapter's {mine}")
+        if not {*asked} - {"kwargs"} <= {*mine}:
+            found.append(f"HyperCommGrid.{name} takes {[*asked]}, the adapter's {[*mine]}")
     return found + test_functions.strange_signatures()
+
+
+_CALLED = ("__init__", "_gen_rank_enum")
+"""Private methods that Megatron's own programs call."""
+
+
+def missing() -> set[str]:
+    """The functions of this release that the adapter's module lacks."""
+    own = test_functions.public_functions(theirs).keys() - test_functions.INTERNAL
+    return own - vars(mpu).keys()
+
+
+def what_a_release_adds() -> list[str]:
+    """Why 0.19.2 would be refused by an adapter that knows nothing of sharded weights."""
+    known = tuple(name for name in installation.VARIABLES if "GTP" not in name)
+    with mock.patch.object(installation, "VARIABLES", known):
+        return unfit(theirs, ModuleCode(theirs))
 
 
 def grids() -> None:
@@ -131,4 +150,49 @@ def losses(given: str, world: int) -> list[dict[str, list[float]]]:
     first = megatron.core.__version__.startswith("0.15.")
     kinds = ("megatron", "commgrid") if first else ("megatron", "commgrid", "collection")
     found: list[Any] = run_on_ranks(test_gpt.losses, world, given, kinds, timeout=400, check=False)
+    return found
+
+
+def vendors() -> None:
+    """The copy that `wheels.vendors` makes, on four ranks."""
+    for rank, found in enumerate(run_on_ranks(_vendors, 4, timeout=300, check=False)):
+        assert not found, f"rank {rank}: {found}"
+
+
+def _vendors() -> list[str]:
+    getters = "get_ring_group", "get_ring_and_tensor_size"
+    found = [
+        line
+        for given in ({}, test_functions.config(2), test_functions.config(2, ep=2))
+        for line in test_functions.compare(given)
+        if not any(name in line for name in getters)
+    ]
+    megatron_adapter.install()
+    for module in (theirs, mpu):
+        with pytest.raises(MegatronVersionError, match=r"initialize_model_parallel\(rings=2\):"):
+            module.initialize_model_parallel(2, rings=2)
+    assert not commgrid.is_initialized()
+    theirs.initialize_model_parallel(1, 2, rings=1)
+    grid = commgrid.get_grid()
+    assert theirs.get_pipeline_model_parallel_group() is grid.get_group("pp")
+    assert mpu.get_data_parallel_group() is grid.get_group("dp_cp")  # as its default is there
+    assert grid.spec.regions[0].axes == ("tp", "cp", "pp", "dp")
+    with pytest.raises(AssertionError, match="not initialized"):
+        theirs.get_data_parallel_group_gloo()  # not by default
+    with pytest.raises(AssertionError, match="no rings"):
+        theirs.get_ring_group()
+    collection = megatron_adapter.process_group_collection(grid)
+    assert collection.pp is grid.get_group("pp")
+    with pytest.raises(UnknownGroupError, match="no field 'ring'"):
+        megatron_adapter.process_group_collection(grid, ["ring"])
+    megatron_adapter.initialize_model_parallel(name="other")
+    with pytest.raises(AmbiguousGridError):
+        theirs.get_ring_and_tensor_size()
+    with megatron_adapter.active("other"):
+        theirs.destroy_model_parallel()
+    ended = len(theirs._RINGS_ENDED)
+    theirs.destroy_model_parallel()
+    assert len(theirs._RINGS_ENDED) == ended + 1  # what its own function ends besides
+    assert not commgrid.is_initialized()
+    megatron_adapter.uninstall()
     return found

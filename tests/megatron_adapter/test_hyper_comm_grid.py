@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from commgrid import (
     CommGridError,
@@ -90,7 +91,7 @@ def groups() -> None:
     # Ranks that ask for different groups are told so.
     asked = "tp" if rank % 2 else "dp"
     other = HyperCommGrid([4, 2], ["tp", "dp"])
-    with pytest.raises(GridMismatchError, match="dims"):
+    with pytest.raises(GridMismatchError, match=r"'HyperCommGrid tp4-dp2': .*groups\.tp\.of is"):
         other.create_pg(asked)
 
 
@@ -147,6 +148,32 @@ def one_fails() -> None:
 
 def test_a_rank_that_fails_is_told_to_the_others() -> None:
     run_on_ranks(one_fails, 2)
+
+
+def test_torchs_options_and_names_that_are_no_identifiers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The options go to torch as they are; a dim is called as the program likes."""
+    dist.init_process_group("fake", rank=5, world_size=8, store=FakeStore())
+    create, told = torch_groups.create_group, []
+
+    def watched(*given: Any, **more: Any) -> Any:
+        told.append((given[1], given[2], more.pop("backend_options")))
+        return create(*given, **more, backend_options=None)
+
+    monkeypatch.setattr(torch_groups, "create_group", watched)
+    grid = HyperCommGrid([2, 2, 2], ["axis0", "2nd", "d p"])
+    mine = object()
+    grid.create_pg("axis0", pg_options=mine)
+    for dims, desc in ((["axis0", "d p"], None), ("2nd", None), ("d p", "axis1 or so")):
+        made = grid.create_pg(dims, group_desc=desc)
+        assert made is not None
+        assert dist.get_process_group_ranks(made) in grid.get_rank_enum(dims)
+    assert [(name, list(ranks)) for name, ranks, _ in told] == [
+        ("axis0_", [4, 5]), ("d_p_axis0", [0, 1, 4, 5]), ("_2nd", [5, 7]), ("axis1_or_so", [1, 5]),
+    ]  # fmt: skip
+    assert [options for *_, options in told] == [mine, None, None, None]
+    grid.destroy()
+    assert len(dist.distributed_c10d._world.pg_map) == 1
+    dist.destroy_process_group()
 
 
 def test_groups_are_megatrons() -> None:

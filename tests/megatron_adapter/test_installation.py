@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from megatron_adapter import (
     MegatronStateError,
     MegatronVersionError,
 )
-from megatron_adapter.installation import differences, load_megatron
-from megatron_adapter.releases import release_here
+from megatron_adapter.installation import unfit
+from megatron_adapter.module_code import ModuleCode
 from tests.peers import parallel_state as theirs
 from tests.peers import parallel_state as user  # stands for a module that imported names earlier
 
@@ -275,7 +276,7 @@ def part_of_the_world() -> None:
     world = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
     assert world != timedelta(seconds=55)
     dist.barrier(collection.mp)  # it lives on
-    assert megatron_adapter.grid_view(collection).get_ranks("embedding") == (dist.get_rank(),)
+    assert dist.get_process_group_ranks(collection.embd) == [dist.get_rank()]
     commgrid.destroy()
     assert len(dist.distributed_c10d._world.pg_map) == 1
 
@@ -433,33 +434,77 @@ def test_the_experts_order() -> None:
     run_on_ranks(regions, 8)
 
 
-def test_another_megatron_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = release_here()
-    assert differences(theirs, release) == []
-    strange = types.ModuleType("megatron.core.parallel_state")
-    vars(strange).update(vars(theirs))
-    strange._SPARE_GROUP = None
-    text = "def initialize_model_parallel(tensor_model_parallel_size=1, rings=1): ..."
-    exec(f"{text}\ndef get_ring_group(): ...", vars(strange))
-    del strange._EMBEDDING_GROUP
-    found = differences(strange, release)
-    replaced = ["destroy_model_parallel", "get_hybrid_data_context_parallel_groups"]
-    if "create_all_gather_groups" in release.functions:  # from 0.18 on
-        replaced.insert(1, "create_all_gather_groups")
-    assert found == [
-        "variable _SPARE_GROUP is not known",
-        "variable _EMBEDDING_GROUP is missing",
-        "initialize_model_parallel has a parameter rings",
-        "function get_ring_group is not known",
-        # These are of another module.
-        *(f"function {name} was replaced by another" for name in replaced),
-    ]
-    monkeypatch.setattr("megatron.core.__version__", "0.9.0")
-    with pytest.raises(MegatronVersionError, match=r"its version is 0.9.0, known are 0.15.3, 0.16"):
-        load_megatron()
+VENDOR = """
+_RING_GROUP, _RING_LISTS, _RINGS, _LOG = None, [], [1, 2], {}
+def _make_rings():
+    global _RING_GROUP
+    _RING_GROUP = _RINGS
+    _RING_LISTS.append(_RINGS)
+def get_ring_group():
+    assert _RING_GROUP is not None, "no rings"
+    return _RING_GROUP
+"""
+MAKES_RINGS = ("  _set_global_memory_buffer()\n", "  _set_global_memory_buffer(); _make_rings()\n")
+"""In Megatron's own `initialize_model_parallel`."""
+
+
+def copied(more: str, *edits: tuple[str, str]) -> types.ModuleType:
+    """Megatron's parallel state as a vendor may have changed it."""
+    made = types.ModuleType("megatron.core.parallel_state")
+    vars(made).update(__package__="megatron.core", __file__=theirs.__file__)
+    text = Path(str(theirs.__file__)).read_text()
+    for old, new in edits:
+        assert old in text
+        text = text.replace(old, new)
+    exec(compile(text + more, str(theirs.__file__), "exec"), vars(made))
+    return made
+
+
+def test_a_vendors_module_is_taken_while_known_getters_read_known_state() -> None:
+    for more in (
+        "",
+        VENDOR,
+        VENDOR + "def get_tensor_model_parallel_rank():\n  return _RINGS and _LOG.get('x') or "
+        "_MPU_TENSOR_MODEL_PARALLEL_RANK",
+        "def get_data_parallel_group(with_context_parallel=True): return _DATA_PARALLEL_GROUP",
+        "del get_embedding_group",
+        "import functools\nfor one in (get_context_parallel_rank, destroy_model_parallel):\n"
+        "  globals()[one.__name__] = functools.wraps(one)(lambda *a, of=one, **k: of(*a, **k))",
+        "def has_separate_all_gather_group(): return False",
+        "get_tp_group = get_tensor_model_parallel_group",
+    ):
+        module = copied(more, *[MAKES_RINGS] * ("_make_rings" in more))
+        assert unfit(module, ModuleCode(module)) == [], more
+
+
+def test_a_module_whose_known_getters_would_answer_wrongly_is_refused() -> None:
+    tp = "function get_tensor_model_parallel_rank reads {}, which only Megat"
+    for more, said in (
+        ("def get_tensor_model_parallel_rank(): return _RING_GROUP.rank()",
+         tp.format("_RING_GROUP")),
+        ("def get_tensor_model_parallel_rank(): return [r() for r in _RING_LISTS]",
+         tp.format("_RING_LISTS")),
+        ("def _ask(): return _RING_GROUP\ndef get_tensor_model_parallel_rank(): return _ask()",
+         tp.format("_RING_GROUP")),
+        ("def set_tensor_model_parallel_rank(rank):\n  global _RING_GROUP\n  _RING_GROUP = rank",
+         "function set_tensor_model_parallel_rank reads _RING_GROUP"),
+        ("def model_parallel_is_initialized(): return _LOG.get('groups')", "reads none of the"),
+        ("from os.path import join as destroy_model_parallel", "destroy_model_parallel was repl"),
+        ("del initialize_model_parallel", "function initialize_model_parallel is missing"),
+    ):  # fmt: skip
+        module = copied(VENDOR + more, MAKES_RINGS)
+        found = unfit(module, ModuleCode(module))
+        assert any(said in line for line in found), (more, found)
+        assert all(len(line) < 200 for line in found)
+
+
+def test_a_megatron_that_cannot_be_installed_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(theirs, "destroy_model_parallel", lambda: None)
+    with pytest.raises(MegatronVersionError, match="destroy_model_parallel was replaced by"):
+        megatron_adapter.install()
     monkeypatch.setitem(sys.modules, "megatron.core.parallel_state", None)
     with pytest.raises(ImportError, match=r"cannot be imported.*pip install megatron-core==0.16.1"):
-        load_megatron()
+        megatron_adapter.install()
 
 
 def same_errors() -> None:

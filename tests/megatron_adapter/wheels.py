@@ -1,8 +1,7 @@
 """Other releases of megatron-core than the installed one, each unpacked into a folder of its own.
 
 They are wheels for another Python, but what is Python in them runs here. A folder in the user's
-cache keeps them; a checkout put there (`0.20.0/megatron/core`, for one that has no wheel) is used
-as it is.
+cache keeps them.
 """
 
 from __future__ import annotations
@@ -74,13 +73,73 @@ def _fetch(version: str, place: Path) -> None:
             (Path(made) / "unpacked").rename(place)
 
 
-def on_release(version: str, module: str, function: str, *args: Any, timeout: float = 240.0) -> Any:
+def vendors(version: str, made: Path) -> Path:
+    """A copy of a release as a vendor may change it, in an empty folder.
+
+    One getter, argument, field and ended thing more, and other defaults.
+    """
+    core = folder(version) / "megatron" / "core"
+    place = made / "megatron" / "core"
+    place.mkdir(parents=True)
+    for each in core.iterdir():
+        if each.name not in ("__pycache__", *VENDORS):
+            (place / each.name).symlink_to(each)
+    for name, edits in VENDORS.items():
+        text = (core / name).read_text()
+        for old, new in edits:
+            assert text.count(old) == 1, (name, old)
+            text = text.replace(old, new)
+        (place / name).write_text(text)
+    return made
+
+
+VENDORS = {
+    "parallel_state.py": (
+        ("    sharp_enabled_group: Optional[str] = None,\n",
+         "    sharp_enabled_group: Optional[str] = None,\n    rings: int = 1,\n"),
+        ('    order: str = "tp-cp-ep-dp-pp",\n', '    order: str = "tp-cp-ep-pp-dp",\n'),
+        ("    create_gloo_process_groups: bool = True,\n",
+         "    create_gloo_process_groups: bool = False,\n"),
+        ("def get_data_parallel_group(\n    with_context_parallel=False,",
+         "def get_data_parallel_group(\n    with_context_parallel=True,"),
+        ("    _set_global_memory_buffer()\n\n",
+         "    _set_global_memory_buffer(); _make_rings()\n\n"),
+        ("    SymmetricMemoryManager.destroy()\n",
+         "    SymmetricMemoryManager.destroy()\n    _RINGS_ENDED.append(1)\n"),
+        ("def get_all_ranks():\n", """
+_RING_GROUP, _RINGS_ENDED = None, [0]
+
+def _make_rings():
+    global _RING_GROUP
+    _RING_GROUP = _TENSOR_MODEL_PARALLEL_GROUP
+
+def get_ring_group(check_initialized=True):
+    assert _RING_GROUP is not None or not check_initialized, "no rings"
+    return _RING_GROUP
+
+def get_ring_and_tensor_size():
+    return _TENSOR_MODEL_PARALLEL_GROUP.size() * get_ring_group().size()
+
+def get_all_ranks():
+"""),
+    ),
+    "process_groups_config.py": (
+        ("    hcp: List[torch.distributed.ProcessGroup] = field(init=False)\n",
+         "    hcp: List[torch.distributed.ProcessGroup] = field(init=False)\n"
+         "    ring: torch.distributed.ProcessGroup = field(init=False)\n"),
+    ),
+}  # fmt: skip
+
+
+def on_release(
+    version: str | Path, module: str, function: str, *args: Any, timeout: float = 240.0
+) -> Any:
     """What a function answers in a process whose megatron-core is another release.
 
     That process is forked, for each call, from one that has imported the release once.
 
     Args:
-        version: of megatron-core.
+        version: of megatron-core, or a folder that has one.
         module: where the function is; imported anew, with everything that has to do with Megatron.
         function: its name.
         timeout: seconds until the process is killed.
@@ -88,7 +147,7 @@ def on_release(version: str, module: str, function: str, *args: Any, timeout: fl
     Raises:
         RanksFailed: what the function raised.
     """
-    pipe = _imported(folder(version))
+    pipe = _imported(folder(version) if isinstance(version, str) else version)
     try:
         pipe.send((module, function, args, timeout))
         failed, answer = pipe.recv()
