@@ -22,6 +22,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from commgrid.call_records.operations import Alike, Operation, alike, methods
 from commgrid.torch_compat import mesh
@@ -260,7 +261,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
         listeners = _listeners
         _now.blocking = options_given is not None and not getattr(options_given, "asyncOp", True)
         began = [(each, each.begins(its_group, made)) for each in listeners]
-        span = _span(its_group, made) if torch.autograd._profiler_enabled() else _NO_SPAN
+        span = _span(its_group, made) if _profiler_enabled() else _NO_SPAN
         try:
             with span:
                 work = method(its_group, *args, **options)
