@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from commgrid.call_analysis.finding import Diagnosis, Finding
@@ -30,23 +31,30 @@ PATIENCE = 1.0
 
 
 def read(folder: Path) -> list[Trace]:
-    """The records of all ranks in a folder: commgrid's, or of torch's flight recorder.
+    """The records of all ranks in a folder, commgrid's or of torch's flight recorder, with stacks.
 
     Raises:
         SpecError: there are none, or a file is something else.
     """
     if not os.path.isdir(folder) or trace_files.has_traces(folder):
-        return trace_files.read(folder)  # which says what is wrong with it
-    paths = sorted(
-        path for path in folder.iterdir()
-        if path.is_file() and path.stem[-1:].isdecimal() and path.suffix in ("", ".json", ".pickle")
-    )  # fmt: skip
-    if not paths:
+        found = trace_files.read(folder)  # which says what is wrong with it
+    elif paths := flight_recorder.in_folder(folder):
+        found = flight_recorder.read(paths)
+    else:
         raise SpecError(
-            f"{folder}: has no rank_*.json and no dump of torch's flight recorder, whose names end "
+            f"{folder}: has no rank_*.ring and no dump of torch's flight recorder, whose names end "
             "in a rank"
         )
-    return flight_recorder.read(paths)
+    return [replace(trace, stacks=_stacks(folder, trace)) for trace in found]
+
+
+def _stacks(folder: Path, trace: Trace) -> str:
+    """The stacks of a rank that were written since its last call."""
+    path = folder / f"rank_{trace.rank:05}.stacks"
+    last = max((call.began for call in trace.calls), default=0.0)
+    if not path.exists() or path.stat().st_mtime < last:
+        return ""
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:

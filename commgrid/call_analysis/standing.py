@@ -113,6 +113,10 @@ class Standings:
             found = self._absent[id(event)] = self.matched.absent(event)
         return found
 
+    def is_unknown(self, rank: int) -> bool:
+        """Whether it is not known what a rank has issued last."""
+        return rank not in self.traces or self.traces[rank].lost
+
     def threads(self, rank: int, group: Group | None = None) -> set[int]:
         """The threads of a rank that issue calls.
 
@@ -126,6 +130,8 @@ class Standings:
 
     def _of_rank(self, rank: int) -> Iterator[Standing]:
         trace, sides = self.traces[rank], self.matched.sides[rank]
+        if trace.lost:
+            return
         if not trace.knows_waits:
             yield from self._unfinished(trace)
             return

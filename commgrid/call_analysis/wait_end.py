@@ -23,9 +23,9 @@ def lasting(standings: Standings, patience: float) -> list[Standing]:
     """
 
     def is_long(wait: Standing, rank: int) -> bool:
-        trace = standings.traces.get(rank)
-        if trace is None or wait.seconds is None or is_gone(standings, rank, wait):
+        if standings.is_unknown(rank) or wait.seconds is None or is_gone(standings, rank, wait):
             return True
+        trace = standings.traces[rank]
         mine = standings.traces[wait.rank]
         until = wait.call.began + wait.seconds
         is_same = trace.host == mine.host and trace.state in ("", "running", "stopped")
@@ -69,9 +69,9 @@ def ends(standings: Standings, waits: list[Standing], patience: float) -> Iterat
     unknown: dict[int, list[Standing]] = {}
     for wait in waits:
         for rank in wait.absent:
-            if rank in standings.traces and not _is_held(standings, waits, rank, wait):
+            if not standings.is_unknown(rank) and not _is_held(standings, waits, rank, wait):
                 wanted.setdefault((rank, id(wait.event)), []).append(wait)
-        if any(rank not in standings.traces for rank in wait.absent):
+        if any(standings.is_unknown(rank) for rank in wait.absent):
             unknown.setdefault(id(wait.event), []).append(wait)
         if not wait.needs and (stopped := _stopped(standings, wait, patience)) is not None:
             yield stopped
@@ -162,12 +162,16 @@ def _cannot_tell(standings: Standings, waits: list[Standing]) -> Finding:
     """Ranks wait for some of which there are no records, so that nothing can be said of these."""
     wait = min(waits, key=lambda each: each.call.began)
     others = sorted({each.rank for each in waits})
-    gone = sorted({r for each in waits for r in each.absent if r not in standings.traces})
+    open_ = sorted({r for each in waits for r in each.absent if standings.is_unknown(r)})
+    gone = [rank for rank in open_ if rank not in standings.traces]
+    lost = [rank for rank in open_ if rank in standings.traces]
+    why = [f"{said(gone)} left no record (killed before it was written?)"] if gone else []
+    why += [f"the record of {said(lost)} is not complete (was a disk full?)"] if lost else []
     text = (
-        f"cannot tell: {said(gone)} left no record (killed before it was written?); {said(others)} "
-        f"{wait.waited(len(others))} in {wait} at {wait.call.where}"
+        f"cannot tell: {' and '.join(why)}; {said(others)} {wait.waited(len(others))} in {wait} at "
+        f"{wait.call.where}"
     )
-    return finding("missing rank", tuple(gone), waits, (wait.call.where,), text)
+    return finding("missing rank", tuple(open_), waits, (wait.call.where,), text)
 
 
 # -- stacks -------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -159,7 +158,8 @@ class HyperCommGrid(LiveGroups):
         """Agree, create, connect; on any failure nothing that was made stays."""
         under_way: list[Rendezvous] = []
         if torch_world.world_backend() == torch_world.FAKE:
-            self._create(uuid4().hex, lambda: 60.0)
+            # Ranks of a fake world do not meet, and their records name one communicator alike.
+            self._create("fake", lambda: 60.0)
             before_ready(self)
             return
         connects = bool(self._spec.connecting_names)  # of any rank

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,29 @@ import torch.distributed as dist
 import commgrid
 from commgrid import SpecError
 from commgrid.call_analysis import diagnosis
+from commgrid.call_records import ring
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.cli import main
 from commgrid.testing import run_on_ranks
+from tests.records import save
+
+DP = Group("dp_cp", (1, 5, 9, 13), "dp_cp", "gloo")
+PP = Group("pp", (4, 5, 6, 7), "pp", "gloo")
 
 
-def saved(folder: Path, rank: int, *calls: list[Any], **rest: Any) -> None:
-    """Records made by hand, which were written at 40 s; times in seconds, the turn left out."""
-    rows = [[*call[:8], *(None if t is None else int(t * 1e9) for t in call[8:])] for call in calls]
-    members = {"dp_cp": [1, 5, 9, 13], "pp": [4, 5, 6, 7]}
-    found = {
-        "format": 1, "rank": rank, "wall": 40.0, "monotonic": int(40e9), "dropped": 0,
-        "members": {name: ranks for name, ranks in members.items() if rank in ranks},
-        "calls": rows, **rest,
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / f"rank_{rank:05}.json").write_text(json.dumps(found))
+def saved(folder: Path, rank: int, *calls: Call, **rest: Any) -> None:
+    """Records made by hand, which were written at 40 s."""
+    groups = tuple(group for group in (DP, PP) if rank in group.ranks)
+    state = rest.pop("state", ring.COPIED)
+    save(folder, Trace(rank, calls, groups=groups, at=40.0, **rest), state=state)
 
 
-def reduced(number: int, began: float, ended: float | None, where: str = "a.py:9 f") -> list[Any]:
-    return ["dp_cp", number, "all_reduce", [4], "float32", 16, None, where, began, began, ended]
+def reduced(number: int, began: float, ended: float | None) -> Call:
+    return Call(
+        DP, "all_reduce", shape=(4,), dtype="float32", bytes=16, number=number, where="a.py:9 f",
+        began=began, issued=began, ended=ended, waiting=ended is None,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -42,7 +47,8 @@ def folder(tmp_path: Path) -> Path:
     """Ranks 1, 9 and 13 have waited for 31 s; rank 5 was in a pipeline before."""
     for rank in (1, 9, 13):
         saved(tmp_path, rank, reduced(0, 1, 2), reduced(1, 9, None))
-    sent = ["pp", 0, "send", [4], "float32", 16, 2, "model.py:212 forward", 3, 3, 4]
+    sent = Call(PP, "send", 6, (4,), "float32", 16, where="model.py:212 forward", began=3, issued=3,
+                ended=4)  # fmt: skip
     saved(tmp_path, 5, reduced(0, 1, 2), sent)
     return tmp_path
 
@@ -71,12 +77,12 @@ def test_the_command_says_who_and_where(folder: Path, capsys: pytest.CaptureFixt
     ("rest", "text"),
     [
         (None, "cannot tell: rank 5 left no record (killed before it was written?); ranks 1, 9, "),
-        ({"over": True}, "rank 5 ended without entering dp_cp all_reduce 1"),
-        ({"entered": {"dp_cp": 2}}, "rank 1 has not come out of dp_cp all_reduce 1"),
+        ({"state": ring.ENDED}, "rank 5 ended without entering dp_cp all_reduce 1"),
+        ({"entered": {DP: 2}}, "rank 1 has not come out of dp_cp all_reduce 1"),
     ],
 )
 def test_a_rank_that_is_gone(folder: Path, rest: Any, text: str) -> None:
-    (folder / "rank_00005.json").unlink()
+    (folder / "rank_00005.ring").unlink()
     if rest is not None:
         saved(folder, 5, reduced(0, 1, 2), **rest)
     assert str(diagnosis.diagnose(diagnosis.read(folder))).startswith(text)
@@ -85,22 +91,30 @@ def test_a_rank_that_is_gone(folder: Path, rest: Any, text: str) -> None:
 
 def test_what_was_dropped_is_not_taken_for_missing(folder: Path) -> None:
     """Rank 1's ring holds its last call only; turns are said, and fit the others'."""
-    rows = [*reduced(7, 9, None), 1]
-    found = json.loads((folder / "rank_00001.json").read_text())
-    found |= {"calls": [[*rows[:8], int(9e9), int(9e9), None, 1]], "dropped": 7}
-    (folder / "rank_00001.json").write_text(json.dumps(found))
+    last = replace(reduced(7, 9, None), turn=1)
+    saved(folder, 1, last, dropped=7, entered={DP: 2})
     text = str(diagnosis.diagnose(diagnosis.read(folder)))
     assert text.startswith("rank 5 has not entered dp_cp all_reduce 1, for which ranks 1, 9, 13")
 
 
-def test_calls_of_an_earlier_communicator_of_the_name_do_not_count(folder: Path) -> None:
-    """As after a rebuild: rank 5 came once more often before."""
-    saved(
-        folder, 5, reduced(0, 0.1, 0.2), reduced(1, 0.3, None), reduced(0, 1, 2),
-        since={"dp_cp": int(0.5e9)}, entered={"dp_cp": 1},
-    )  # fmt: skip
+def test_a_rank_whose_record_is_incomplete_is_not_accused(folder: Path) -> None:
+    """As where its disk was full: what it has issued since is not known."""
+    saved(folder, 5, reduced(0, 1, 2), lost=True)
+    found = diagnosis.diagnose(diagnosis.read(folder))
+    assert (found.is_open, found.causes[0].kind) == (True, "missing rank")
+    assert str(found).startswith("cannot tell: the record of rank 5 is not complete")
+    assert main(["diagnose", str(folder)]) == 3
+
+
+def test_stacks_beside_the_records_say_where_a_rank_is(folder: Path) -> None:
+    stacks = (
+        'Current thread 0x1 (most recent call first):\n  File "/me/loader.py", line 88 in load\n'
+    )
+    (folder / "rank_00005.stacks").write_text(stacks)
     text = str(diagnosis.diagnose(diagnosis.read(folder)))
-    assert text.startswith("rank 5 has not entered dp_cp all_reduce 1")
+    assert "31 s at a.py:9 f; it is in loader.py:88 load; its last call was pp send 0" in text
+    os.utime(folder / "rank_00005.stacks", (2.0, 2.0))  # of before its last call
+    assert "loader.py" not in str(diagnosis.diagnose(diagnosis.read(folder)))
 
 
 # -- torch's flight recorder -----------------------------------------------------------
@@ -131,7 +145,7 @@ def test_torchs_own_dumps_are_read(text: bool, tmp_path: Path) -> None:
     assert first.group == "dp_tp"
     assert set(first.waiting) == {0, 1, 3}
     if not text:  # torch's JSON has no places
-        assert "skipped dp_tp all_reduce" in first.text
+        assert first.kind == "other operation"  # nobody has issued what comes after it
         assert "test_diagnosis.py" in first.text
 
 
@@ -176,7 +190,7 @@ def test_a_dump_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: Any)
 def test_what_is_no_dump_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SpecError, match="there is no such folder"):
         diagnosis.read(tmp_path / "nowhere")
-    with pytest.raises(SpecError, match=r"has no rank_\*\.json and no dump"):
+    with pytest.raises(SpecError, match=r"has no rank_\*\.ring and no dump"):
         diagnosis.read(tmp_path)
     for garbage in (b"", b"{", b"[]", b"{}", b"\x80\x04.", pickle.dumps({"entries": [{}]})):
         (tmp_path / "dump_3").write_bytes(garbage)

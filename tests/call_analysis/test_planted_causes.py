@@ -25,6 +25,7 @@ from commgrid.call_analysis import diagnosis
 from commgrid.call_analysis.finding import Diagnosis
 from commgrid.call_analysis.program import from_traces
 from commgrid.call_analysis.verification import check as check_programs
+from commgrid.call_records import files as trace_files
 from commgrid.call_records import operations
 from commgrid.call_records.trace import Trace
 from commgrid.recording import recorder
@@ -483,7 +484,7 @@ class Sleeping:
         return getattr(dist, name)
 
 
-def run_causes(names: list[str], rank: int) -> list[dict[str, Any]]:
+def run_causes(names: list[str], rank: int) -> list[bytes]:
     """The records of one rank; a call that hangs in the last cause ends with the process."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames some of its functions
     grid = commgrid.initialize(tp=2, timeout=TIMEOUT)
@@ -494,7 +495,7 @@ def run_causes(names: list[str], rank: int) -> list[dict[str, Any]]:
             commgrid.trace.start()
             with contextlib.suppress(RuntimeError):
                 CAUSES[name].function(here)
-            found.append(recorder.current().as_dict())  # type: ignore[union-attr]
+            found.append(recorder.current().contents())  # type: ignore[union-attr]
             commgrid.trace.stop()
     meet(rank, 4)  # a rank that ended now would close connections that others wait on
     return found
@@ -504,8 +505,8 @@ def check_recorded(names: list[str]) -> None:
     """Causes on real ranks."""
     per_rank = [(rank,) for rank in range(4)]
     ranks = run_on_ranks(run_causes, 4, names, per_rank=per_rank, backend=None, launcher="torchrun")
-    for name, *traces in zip(names, *ranks, strict=True):
-        check(name, traces)
+    for name, *rings in zip(names, *ranks, strict=True):
+        check(name, trace_files.parse(rings))
 
 
 def listed(function: Callable[[Here], None], timeout: float = TIMEOUT) -> list[Trace]:
@@ -606,10 +607,10 @@ def sane(dist: Any, rank: int, groups: list[Any]) -> None:
             work.wait()
 
 
-def run_sane() -> dict[str, Any]:
+def run_sane() -> bytes:
     grid = commgrid.initialize(tp=2, trace=True)
     sane(dist, grid.rank, [grid.get_group(each) for each in ("tp", "dp", "dp_tp")])
-    found = recorder.current().as_dict()  # type: ignore[union-attr]
+    found: bytes = recorder.current().contents()  # type: ignore[union-attr]
     commgrid.shutdown()
     return found
 
@@ -621,7 +622,7 @@ def test_nothing_is_found_where_nothing_is_wrong() -> None:
     assert found.missing == ()
     # The ranks still record.
     ranks = run_on_ranks(run_sane, 4, backend=None, launcher="torchrun", check=False)
-    found = diagnosed(ranks, patience=60.0)
+    found = diagnosed(trace_files.parse(ranks), patience=60.0)
     # A machine with other work may keep a rank back, which is late then, and no more.
     assert {each.kind for each in found.causes} <= {"slow rank"}, found
     assert found.missing == ()
