@@ -45,6 +45,11 @@ def read(folder: Path) -> list[Trace]:
             f"{folder}: has no rank_*.ring and no dump of torch's flight recorder, whose names end "
             "in a rank"
         )
+    return with_stacks(folder, found)
+
+
+def with_stacks(folder: Path, found: Iterable[Trace]) -> list[Trace]:
+    """Records with the stacks beside them in a folder."""
     return [replace(trace, stacks=_stacks(folder, trace)) for trace in found]
 
 

@@ -59,19 +59,12 @@ def in_folder(folder: Path) -> list[Path]:
 def read(paths: Sequence[Path]) -> list[Trace]:
     """The dumps of all ranks, whose number ends each file's name: `nccl_trace_rank_3`.
 
-    A rank may have one of each backend. Stacks beside them, `rank_00003.stacks`, are read too.
+    A rank may have one of each backend.
 
     Raises:
         SpecError: one is something else, or would run code.
     """
-    traces = parse([_load(path) for path in paths])
-    folder = paths[0].parent if paths else Path()
-    return [replace(trace, stacks=_stacks(folder, trace.rank)) for trace in traces]
-
-
-def _stacks(folder: Path, rank: int) -> str:
-    path = folder / f"rank_{rank:05}.stacks"
-    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    return parse([_load(path) for path in paths])
 
 
 def _load(path: Path) -> tuple[int, Mapping[str, Any]]:

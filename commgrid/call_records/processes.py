@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commgrid.call_records import ring
@@ -253,32 +253,33 @@ def _collect(
     return Dumped(process.rank, process.pid, bool(stacks), records is not None, torch, why)
 
 
-def gather(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
-    """Have a rank of this host ask those of other hosts over the job's store for their records.
+def gather(
+    job: Sequence[Process], dumped: Sequence[Dumped], folder: Path, timeout: float
+) -> list[Dumped]:
+    """Have a rank of this host ask all others over the job's store for their records.
 
     Args:
         job, folder: as of `dump`, after it.
+        dumped: what it has returned.
         timeout: seconds for their answers.
 
     Returns:
-        The ranks of other hosts, also those that have not answered.
+        All ranks of the job, also those that have not answered.
     """
     asking, until = job[0], time.monotonic() + timeout + NOTICED
-    others = set(range(asking.world_size)) - {each.rank for each in job}
-    if not others:
-        return []
-    answers = _file(asking, "asked")
+    answers, half = _file(asking, "asked"), _file(asking, "ask.half")
     answers.unlink(missing_ok=True)
-    half = _file(asking, "ask.half")
     half.write_text(json.dumps({"folder": str(folder.absolute()), "timeout": timeout}))
     half.rename(_file(asking, "ask"))
     while not answers.exists() and time.monotonic() < until:
         time.sleep(QUIET / 10)
     answered = set(json.loads(answers.read_text())) if answers.exists() else set()
-    return [
-        Dumped(rank, 0, False, rank in answered, False, AWAY if rank in answered else NO_ANSWER)
-        for rank in sorted(others)
-    ]
+    found = {each.rank: each for each in dumped}
+    for rank in range(asking.world_size):
+        why = AWAY if rank in answered else NO_ANSWER
+        before = found.get(rank, Dumped(rank, 0, False, False, False, why))
+        found[rank] = replace(before, records=before.records or rank in answered)
+    return [found[rank] for rank in sorted(found)]
 
 
 def whole_after(path: Path, size: int, until: float) -> bytes:

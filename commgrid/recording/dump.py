@@ -23,6 +23,7 @@ from pathlib import Path
 
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.processes import folder_of_user
+from commgrid.recording import recorder
 from commgrid.recording.remote import others
 from commgrid.recording.stacks import stacks_size
 from commgrid.rendezvous.timeouts import timeouts
@@ -116,11 +117,12 @@ def _gather() -> None:
     """Ask all ranks for their records over the store, and write them where `commgrid dump` says."""
     request = json.loads(_file("ask").read_bytes())
     _file("ask").unlink()
-    answered = []
-    for data in others(torch_world.world_rank(), request["timeout"]):
-        (trace,) = trace_files.parse([data])
-        answered.append(trace.rank)
+    own = recorder.current()
+    records = others(torch_world.world_rank(), request["timeout"])
+    records += [own.contents()] if own is not None else []
+    traces = trace_files.parse(records)
+    for trace, data in zip(traces, records, strict=True):
         path = Path(request["folder"]) / f"rank_{trace.rank:05}.ring"
-        if not path.exists():  # that of this host has more
+        if not path.exists():  # the file of a rank of this host has more
             path.write_bytes(data)
-    _write("asked", json.dumps(answered).encode())
+    _write("asked", json.dumps([trace.rank for trace in traces]).encode())

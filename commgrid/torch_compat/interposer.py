@@ -22,7 +22,6 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._autograd import _profiler_enabled
 
 from commgrid.call_records.operations import Alike, Operation, alike, methods
 from commgrid.torch_compat import mesh
@@ -261,7 +260,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
         listeners = _listeners
         _now.blocking = options_given is not None and not getattr(options_given, "asyncOp", True)
         began = [(each, each.begins(its_group, made)) for each in listeners]
-        span = _span(its_group, made) if _profiler_enabled() else _NO_SPAN
+        span = _span(its_group, made) if _is_profiling() else _NO_SPAN
         try:
             with span:
                 work = method(its_group, *args, **options)
@@ -279,6 +278,7 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
 
 
 _NO_SPAN = nullcontext()
+_is_profiling: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def _span(its_group: dist.ProcessGroup, made: Arguments) -> AbstractContextManager[Any]:

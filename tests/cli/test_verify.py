@@ -11,29 +11,30 @@ import pytest
 from commgrid import SpecError
 from commgrid.call_analysis.program import Batch, Wait
 from commgrid.call_analysis.verification import programs
-from commgrid.call_records.call import Call
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.cli import main
+from tests.records import save
+
+GROUPS = {"tp": Group("tp", (0, 1), "1"), "dp": Group("dp", (0, 1), "2"),
+          "other": Group("other", ())}  # fmt: skip
 
 
 def saved(folder: Path, rank: int, *calls: tuple[Any, ...], **more: Any) -> None:
-    """A trace of `tp` and `dp` over ranks 0 and 1; calls are group, operation, peer, issued, ended.
+    """A trace of `tp` and `dp` over ranks 0 and 1; calls are group, operation, peer, ended.
 
-    A call begins a millisecond after the one before, and returns at once.
+    A call begins a millisecond after the one before, and returns at once; `ended` is in
+    microseconds.
     """
-    rows, numbers = [], dict.fromkeys(("tp", "dp", "other"), 0)
+    made = []
     for at, (group, operation, peer, ended) in enumerate(calls):
-        began = 1000 * at
-        rows.append([
-            group, numbers[group], operation, [2], "float32", 8, peer, f"r{rank}.py:{at}", began,
-            began + 100, None if ended is None else began + 100 if ended == "now" else ended,
-        ])  # fmt: skip
-        numbers[group] += 1
-    found = {
-        "format": 1, "rank": rank, "wall": 1.7e9, "monotonic": 0, "dropped": 0,
-        "members": {"tp": [0, 1], "dp": [0, 1]}, "calls": rows, **more,
-    }  # fmt: skip
-    folder.mkdir(exist_ok=True)
-    (folder / f"rank_{rank:05}.json").write_text(json.dumps(found))
+        began = 1.7e9 + at / 1e3
+        ends = began + 1e-4 if ended == "now" else ended and 1.7e9 + ended / 1e6
+        made.append(
+            Call(GROUPS[group], operation, peer, (2,), "float32", 8, where=f"r{rank}.py:{at} f",
+                 began=began, issued=began + 1e-4, ended=ends)
+        )  # fmt: skip
+    save(folder, Trace(rank, tuple(made), at=1.7e9, **more))
 
 
 def both(folder: Path, *calls: tuple[Any, ...], **more: Any) -> Path:
@@ -64,7 +65,9 @@ def test_messages_of_a_batch_are_one(tmp_path: Path) -> None:
         other = 1 - rank
         calls = ("tp", "send", other, 5000), ("tp", "recv", other, 5100)
         saved(tmp_path / "alone", rank, *calls)
-        saved(tmp_path / "batch", rank, *calls, batches=[["tp", 0, 1]])
+        saved(
+            tmp_path / "batch", rank, *calls, batches={(GROUPS["tp"], 0): 1, (GROUPS["tp"], 1): 1}
+        )
     assert main(["verify", str(tmp_path / "alone"), "--backend", "nccl"]) == 1
     assert main(["verify", str(tmp_path / "alone"), "--backend", "gloo"]) == 0
     assert main(["verify", str(tmp_path / "batch")]) == 0
@@ -88,7 +91,8 @@ def test_it_ends_with_1_and_names_both_calls(
     said = capsys.readouterr().out
     assert "cannot finish under nccl's rules: 2 calls wait in a circle" in said
     assert (
-        "rank 0 waits in tp all_reduce 0 (r0.py:0) for rank 1, which comes to it at r1.py:1" in said
+        "rank 0 waits in tp all_reduce 0 (r0.py:0 f) for rank 1, which comes to it at r1.py:1 f"
+        in said
     )
     assert "rank 1  [dp all_reduce 0]  tp all_reduce 0" in said
     assert main(["verify", str(tmp_path), "--json"]) == 1

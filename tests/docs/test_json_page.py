@@ -15,10 +15,13 @@ from commgrid import cli
 from commgrid.audit.auditing import Audit
 from commgrid.audit.dry import Dry
 from commgrid.audit.finding import Comparison, Divergence
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.trace import Trace
 from commgrid.cli.output import JSON_VERSION, as_json
 from commgrid.resharding.traffic import Traffic
 from commgrid.testing import run_on_ranks
 from tests.docs.pages import DOCS, entries
+from tests.records import save
 
 PAGE = DOCS / "command_line.md"
 TYPES = {
@@ -31,10 +34,11 @@ TYPES = {
 }
 
 GRID = ["--tp", "2", "--pp", "2", "--ep", "2", "--world-size", "8"]
-TRACE = {
-    "format": 1, "rank": 0, "wall": 1.0, "monotonic": 0, "dropped": 0, "members": {"tp": [0]},
-    "calls": [["tp", 0, "all_reduce", [4], "float32", 16, None, "a.py:1 f", 0, 10, 20]],
-}  # fmt: skip
+TP = Group("tp", (0,), "1", "gloo")
+TRACE = Trace(
+    0, (Call(TP, "all_reduce", shape=(4,), dtype="float32", where="a.py:1 f", issued=1.0),),
+    entered={TP: 1}, at=2.0, steps=((0, 0.5),),
+)  # fmt: skip
 MODEL = ["--model", "mixtral-8x22b", "--cluster", "h100"]
 
 
@@ -68,7 +72,7 @@ def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any
 
 def printed(which: str, folder: Path) -> Any:
     Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
-    (folder / "rank_00000.json").write_text(json.dumps(TRACE))
+    save(folder, TRACE)
     argv = {
         "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
         "plan --model": ["plan", *MODEL, "--world-size", "128", "--pp", "4", "--tp", "4"],

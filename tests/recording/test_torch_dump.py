@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_me
 from torch.nn.parallel import DistributedDataParallel
 
 import commgrid
-from commgrid.call_records import flight_recorder
+from commgrid.call_analysis import diagnosis
 from commgrid.cli import main
 from commgrid.testing import run_on_ranks
 from tests.waiting import comes, until_waits
@@ -68,6 +68,7 @@ def test_what_a_job_without_a_trace_hangs_in(
     assert first.startswith("rank 0 has not entered ")
     assert "all_reduce" in first
     assert "for which rank 1 has waited" in first
+    assert "it is in test_torch_dump.py:" in first
 
 
 def all_is_well(folder: str) -> None:
@@ -99,7 +100,7 @@ def test_no_rank_of_a_right_job_is_accused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run_on_ranks(all_is_well, 4, str(tmp_path), backend=None, launcher="torchrun")
-    traces = flight_recorder.read(flight_recorder.in_folder(tmp_path))
+    traces = diagnosis.read(tmp_path)
     assert [trace.rank for trace in traces] == [0, 1, 2, 3]
     assert all(trace.state == "running" and trace.stacks for trace in traces)
     assert sum(len(trace.calls) for trace in traces) > 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from commgrid.cli import main
 from commgrid.cli.commands import trace as command
 from commgrid.viz import page as trace_page
 from commgrid.viz.page import draw_trace_page
+from tests.records import save
 from tests.viz.test_page import browse, in_a_browser
 
 TP, PP = Group("tp,cp", (0, 1), "1"), Group("pp", (0, 1), "2")
@@ -31,7 +33,11 @@ def saved(rank: int, *calls: tuple[Any, ...]) -> Trace:
             Call(group, operation, peer, (4,), "float32", 16, where=f"r{rank}.py:{len(made)}",
                  turn=turn, began=began, issued=issued, ended=ended)
         )  # fmt: skip
-    return Trace(rank, tuple(made), groups=(TP, PP), at=1.7e9 + 20, steps=((3, 1.7e9),), host="a")
+    entered = sum(each.group == TP for each in made)
+    return Trace(
+        rank, tuple(made), groups=(TP, PP), entered={TP: entered, PP: 0}, at=1.7e9 + 20,
+        steps=((3, 1.7e9),), host="a",
+    )  # fmt: skip
 
 
 def page_of(traces: list[Trace]) -> str:
@@ -119,11 +125,12 @@ def test_it_picks_ranks_and_groups_and_opens_others(traces: list[Trace], tmp_pat
 def test_the_command_writes_it_with_what_is_wrong(
     traces: list[Trace],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command.trace_files, "read", lambda folder: traces)
-    monkeypatch.setattr(command.diagnosis, "read", lambda folder: traces)
+    traces[0] = replace(
+        traces[0], calls=(*traces[0].calls[:-1], replace(traces[0].calls[-1], waiting=True))
+    )
+    save(tmp_path, *traces)
     out = tmp_path / "trace.html"
     assert main(["trace", str(tmp_path), "-o", str(out)]) == 0
     assert capsys.readouterr().out == f"wrote {out}\n"

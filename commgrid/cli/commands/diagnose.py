@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from commgrid.call_analysis import diagnosis
+from commgrid.call_records import flight_recorder
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
-  commgrid dump                                 (while it hangs: stacks and records of its ranks)
+  commgrid dump                                 (while it hangs, also without a trace)
   commgrid diagnose runs/trace
 
 The first line is the cause; `also:` are further ones, `then:` who waits for them. Exit status: 0
@@ -32,7 +33,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
-        help="records of all ranks: commgrid's rank_*.json, or dumps of torch's flight recorder",
+        help="the folder of COMMGRID_TRACE or of commgrid dump, or torch's flight recorder's dumps",
     )  # fmt: skip
     parser.add_argument(
         "--patience", type=float, default=diagnosis.PATIENCE, metavar="SECONDS",
@@ -44,5 +45,9 @@ def run(args: argparse.Namespace) -> int:
     if not args.patience >= 0:
         raise SpecError(f"--patience {args.patience:g}: expected seconds, 0 or more")
     found = diagnosis.diagnose(diagnosis.read(args.folder), args.patience)
+    dumps = sorted(args.folder.glob("*_trace_rank_*"))
+    if not found and dumps:  # torch has recorded what never came through Python
+        torchs = diagnosis.with_stacks(args.folder, flight_recorder.read(dumps))
+        found = diagnosis.diagnose(torchs, args.patience) or found
     give(args, found.as_dict, lambda: str(found))
     return 3 if found.is_open else 1 if found else 0

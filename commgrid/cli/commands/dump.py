@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     job = of_one_job(running(), args.pid)
     found = dump(job, args.output, args.timeout)
     if args.all_hosts:
-        found += gather(job, args.output, args.timeout)
+        found = gather(job, found, args.output, args.timeout)
     give(
         args,
         lambda: {"folder": str(args.output), "ranks": [asdict(each) for each in found]},

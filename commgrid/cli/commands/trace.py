@@ -12,13 +12,13 @@ from typing import Any
 from commgrid.call_analysis import diagnosis
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.contents import as_dict
-from commgrid.call_records.side_by_side import side_by_side, steps_table, waited_in_steps
 from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.timeline import as_events
 from commgrid.call_records.trace import Trace
 from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
+from commgrid.cli.side_by_side import side_by_side, steps_table, waited_in_steps
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks

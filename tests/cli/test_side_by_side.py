@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.contents import as_dict
-from commgrid.call_records.side_by_side import side_by_side, steps_table, waited_in_steps
 from commgrid.call_records.trace import Trace
 from commgrid.cli import main
+from commgrid.cli.side_by_side import side_by_side, steps_table, waited_in_steps
+from tests.records import save
 
 DP = Group("dp", (0, 2), "1", "gloo"), Group("dp", (1, 3), "1", "gloo")
 TP = Group("tp,cp", (0, 1), "2", "gloo"), Group("tp,cp", (2, 3), "2", "gloo")
@@ -113,8 +113,9 @@ def test_the_contents_are_all_that_was_recorded() -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(trace_files, "read", lambda _: traces())
+def folder(tmp_path: Path) -> Path:
+    for trace in traces():
+        save(tmp_path, trace)
     return tmp_path
 
 

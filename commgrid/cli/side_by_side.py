@@ -5,30 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from commgrid.call_analysis.event import Event, match
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.table import aligned
 from commgrid.call_records.trace import Trace
 
-Event = tuple[Group, str, int]
-"""A communicator, what its turns count ("" for collectives, else a pair and its tag), the turn."""
+
+def _events(traces: Iterable[Trace]) -> list[Event]:
+    """The calls of all ranks that belong together, the earliest first."""
+    found = match({trace.rank: trace.calls for trace in traces}).events.values()
+    return sorted(found, key=lambda event: min(call.began for call in event.calls.values()))
 
 
-def events(traces: Iterable[Trace]) -> dict[Event, dict[int, Call]]:
-    """The calls of all ranks that belong together, by rank, the earliest first."""
-    found: dict[Event, dict[int, Call]] = {}
-    for trace in traces:
-        for call in trace.calls:
-            if call.turn is not None and not (call.is_transfer and call.peer is None):
-                event = call.group, _counted(trace.rank, call), call.turn
-                found.setdefault(event, {})[trace.rank] = call
-    return dict(sorted(found.items(), key=lambda each: min(c.began for c in each[1].values())))
-
-
-def _counted(rank: int, call: Call) -> str:
-    if not call.is_transfer:
+def _pair(event: Event) -> str:
+    """Source, target and tag of a message; empty: it is a collective."""
+    if not event.is_message:
         return ""
-    source, target = (rank, call.peer) if call.operation == "send" else (call.peer, rank)
-    return f"{source}>{target}" + (f" tag {call.tag}" if call.tag else "")
+    source, target, tag = event.channel[1:]
+    return f"{source}>{target}" + (f" tag {tag}" if tag else "")
 
 
 @dataclass
@@ -37,7 +31,8 @@ class _Row:
 
     Args:
         groups: the communicators.
-        pair, turn: as in `Event`.
+        pair: source, target and tag of a message; empty: it is a collective.
+        turn: its place among those of the communicator, or the pair.
         calls: by rank.
     """
 
@@ -67,18 +62,19 @@ class _Row:
         return "not entered" if trace.entered.get(group, 0) <= self.turn else "not kept"
 
 
-def _rows(found: Mapping[Event, dict[int, Call]]) -> list[_Row]:
+def _rows(events: Iterable[Event]) -> list[_Row]:
     rows: dict[tuple[str, str, int], list[_Row]] = {}
     made = []
-    for (group, pair, turn), calls in found.items():
+    for event in events:
+        group, pair, turn = event.group, _pair(event), event.turn
         same = rows.setdefault((group.name, pair, turn), [])
         for row in same:
             if not pair and not any({*group.ranks} & {*other.ranks} for other in row.groups):
                 row.groups.append(group)
-                row.calls.update(calls)
+                row.calls.update(event.calls)
                 break
         else:
-            same.append(_Row([group], pair, turn, calls))
+            same.append(_Row([group], pair, turn, event.calls))
             made.append(same[-1])
     return made
 
@@ -90,7 +86,7 @@ def side_by_side(traces: Sequence[Trace], last: int = 20) -> str:
         traces: of the ranks to show.
         last: rows.
     """
-    made = _rows(events(traces))
+    made = _rows(_events(traces))
     if not made:
         return "nothing was recorded"
     rows = [["call", *(f"rank {trace.rank}" for trace in traces)]]
@@ -108,7 +104,8 @@ def waited_in_steps(traces: Sequence[Trace]) -> dict[int, dict[int, float]]:
     for trace in traces:
         for number, _ in trace.steps:
             found.setdefault(number, {})[trace.rank] = 0.0
-    for calls in events(traces).values():
+    for event in _events(traces):
+        calls = event.calls
         for rank, call in calls.items():
             step = _step(started[rank], call)
             if step is None:

@@ -1,0 +1,60 @@
+"""`commgrid dump --all-hosts`: calls of ranks that another host has, through the job's store."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commgrid
+from commgrid.call_records import files as trace_files
+from commgrid.cli import main
+from commgrid.testing import run_on_ranks
+from tests.waiting import comes, until_waits
+
+
+def on_two_hosts(folder: str, is_whole: bool) -> None:
+    """Ranks 2 and 3 have another folder of notes, as on another host. Rank 3 does not record."""
+    faulthandler.unregister(signal.SIGUSR1)  # that of the tests' harness
+    rank = int(os.environ["RANK"])
+    tempfile.tempdir = f"{folder}/host_{rank // 2}"
+    os.makedirs(tempfile.tempdir, exist_ok=True)
+    grid = commgrid.initialize(dp=4, timeout=1000.0, trace=is_whole or rank != 3)
+    if rank == 0:
+        until_waits("rank 1", "rank 2", "rank 3")
+        argv = ["dump", "--all-hosts", "--pid", str(os.getpid()), "-o", f"{folder}/dump", "--json"]
+        assert main([*argv, "--timeout", "3"]) == (0 if is_whole else 1)
+    else:
+        comes(f"rank {rank}")
+    dist.all_reduce(torch.ones(3), group=grid.get_group("dp"))
+    commgrid.trace.stop()
+    commgrid.shutdown()
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_ranks_of_other_hosts_are_asked(
+    tmp_path: Path, is_whole: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_on_ranks(
+        on_two_hosts, 4, str(tmp_path), is_whole, backend=None, launcher="torchrun", check=False
+    )
+    found = json.loads(capfd.readouterr().out.splitlines()[-1])["ranks"]
+    assert [(each["rank"], each["stacks"]) for each in found] == [
+        (0, True), (1, True), (2, False), (3, False),
+    ]  # fmt: skip
+    assert found[2]["why"] == "it is on another host"
+    assert found[3]["records"] == is_whole
+    assert is_whole or found[3]["why"].startswith("it has not answered")
+    traces = trace_files.read(tmp_path / "dump")
+    assert [trace.rank for trace in traces] == list(range(4 if is_whole else 3))
+    assert {trace.state for trace in traces} == {"running"}
+    assert [[call.operation for call in trace.calls] for trace in traces[:3]] == [
+        [], ["all_reduce"], ["all_reduce"],
+    ]  # fmt: skip
