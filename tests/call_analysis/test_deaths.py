@@ -95,7 +95,7 @@ def test_the_rank_that_was_killed_is_named(tmp_path: Path, when: str) -> None:
         assert running.wait(timeout=100) != 0
     status, said = diagnosed(tmp_path)
     assert status == 1, said
-    assert said.startswith("rank 2's record stops without an end (killed?) before "), said
+    assert said.startswith("rank 2 was killed before "), said
     assert "train.py:" in said.splitlines()[0]
 
 
