@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from commgrid.audit.compare import Seen, compare
 from commgrid.audit.finding import Comparison, Divergence
-from commgrid.errors import SpecError
-from commgrid.launching.script import run_on_grid
-from commgrid.planning.audited import AuditedGrid
+from commgrid.audit.observer import Observer
+from commgrid.errors import CommGridError, SpecError
+from commgrid.launching.local_ranks import Ranks
+from commgrid.launching.script import run_script
+from commgrid.planning.audited import VARIABLE, AuditedGrid
 
 _SHOWN = 8
 _NAMED = 4
@@ -146,9 +150,51 @@ def audit(
             own = folder / f"grid_{index}"
             own.mkdir()
             begin = first.folder if first is not None and same_weights else None
-            run_on_grid(grid, script, flags, own, steps=steps, timeout=timeout, beginning=begin)
+            _run_on_grid(grid, script, flags, own, steps, timeout, begin)
             seen = Seen(grid.text, own)
             first = first or seen
             found.append(compare(first, seen, tolerance))
         assert first is not None
         return Audit(script.name, first.dtype, tuple(found))
+
+
+def _run_on_grid(
+    grid: AuditedGrid, script: Path, flags: Sequence[str], folder: Path, steps: int,
+    timeout: float, beginning: Path | None,
+) -> None:  # fmt: skip
+    """Run a program on one grid until it has taken its steps, with an observer beside it."""
+    arguments = (folder, steps, beginning, run_script, script, (*flags, *grid.flags))
+    method = "spawn" if torch.cuda.device_count() else "fork"
+    with Ranks(
+        observed, grid.world_size, *arguments, backend=None, launcher="torchrun",
+        environ={VARIABLE: grid.variable}, timeout=timeout, method=method, output=folder,
+    ) as ranks:  # fmt: skip
+        ranks.wait()
+    for end in ranks.failures():
+        if end.late:
+            raise CommGridError(
+                f"grid {grid.text!r}: {script.name} has not done {steps} steps in {timeout:g} s, "
+                "and was killed; give it fewer or smaller steps, or a longer --timeout"
+                f"{end.last_lines}"
+            )
+        raise CommGridError(
+            f"grid {grid.text!r}: {script.name} failed with {end.end} on rank {end.rank}; it "
+            f"printed{end.last_lines}"
+        )
+
+
+def observed(
+    folder: Path, steps: int, beginning: Path | None, run: Callable[..., object], *args: Any
+) -> None:
+    """Call a function with an observer, until it ends or has taken its steps.
+
+    Args:
+        folder: where this rank's records are written.
+        steps: of the optimizer; the process ends in the next one.
+        beginning: the folder of a grid whose weights it begins with; None: its own.
+        run, args: the function.
+    """
+    observer = Observer(folder, steps, beginning)
+    observer.start()
+    run(*args)
+    observer.finish()

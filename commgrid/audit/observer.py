@@ -58,17 +58,10 @@ class Observer:
         folder: where it is written.
         steps: how many; in the one after them the process ends, together with the others.
         beginning: another grid's folder, whose weights the model begins with; None: its own.
-        ends: what ends it.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        steps: int,
-        beginning: Path | None = None,
-        ends: Callable[[], object] = lambda: os._exit(0),
-    ) -> None:
-        self.folder, self.steps, self._ends = folder, steps, ends
+    def __init__(self, folder: Path, steps: int, beginning: Path | None = None) -> None:
+        self.folder, self.steps = folder, steps
         self._beginning = beginning
         self.step = 1
         self.record = StepRecord()
@@ -100,12 +93,14 @@ class Observer:
             self._put(functional, name, self._seeing_drops(getattr(functional, name)))
 
     def finish(self) -> None:
-        """Writes what is left, and looks no more."""
+        """Writes what is left, and looks no more. Rank 0, which may serve the store, waits."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         self._flush()
         mark_done(self.folder, self.about.rank)
+        if self.about.rank == 0:
+            self._await_all()
 
     def _put(self, owner: Any, name: str, ours: Any) -> None:
         theirs = getattr(owner, name)
@@ -386,11 +381,14 @@ class Observer:
     def _leave(self) -> None:
         """A rank that has come here has finished the step before; all end together."""
         mark_done(self.folder, self.about.rank)
-        while not all_done(self.folder, self.about.world_size):
-            time.sleep(0.01)
+        self._await_all()
         sys.stdout.flush()
         sys.stderr.flush()
-        self._ends()
+        os._exit(0)
+
+    def _await_all(self) -> None:
+        while not all_done(self.folder, self.about.world_size):
+            time.sleep(0.01)
 
 
 def _tensors(given: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -37,6 +37,7 @@ from commgrid.launching.process import (
 TIMEOUT = 240.0
 GRACE = 30.0
 """Seconds that the other ranks have to end by themselves after one has failed."""
+_LINES = 12
 
 
 class RanksFailed(AssertionError):
@@ -55,6 +56,7 @@ class Outcome:
         exitcode: of the process; negative: the signal that ended it.
         late: whether it had to be killed.
         stacks: of its threads when it was killed.
+        printed: all that it printed, if that went to a file.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class Outcome:
     exitcode: int | None = None
     late: bool = False
     stacks: str = ""
+    printed: str = ""
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -72,14 +75,23 @@ class Outcome:
             return None
         return signal.Signals(-self.exitcode)
 
+    @property
+    def end(self) -> str:
+        """The exit code or the signal, in words."""
+        return f"signal {self.signal.name}" if self.signal else f"exit code {self.exitcode}"
+
+    @property
+    def last_lines(self) -> str:
+        """The last lines that it printed, and the innermost calls of its thread, indented."""
+        said = [line for line in self.printed.splitlines() if line.strip()][-_LINES:]
+        stack = self.stacks[max(self.stacks.find("Current thread"), 0) :].splitlines()[:_LINES]
+        return "".join(f"\n    {line}" for line in [*said, *stack])
+
     def __str__(self) -> str:
+        end = self.end.replace("signal ", "ended by ")
         if self.late:
             end = "killed, since it had not ended"
-        elif self.signal is not None:
-            end = f"ended by {self.signal.name}"
-        else:
-            end = f"exit code {self.exitcode}"
-        return f"--- rank {self.rank} ({end})\n{self.error}{self.stacks}"
+        return f"--- rank {self.rank} ({end})\n{self.printed or self.error}{self.stacks}"
 
 
 class Ranks:
@@ -102,6 +114,9 @@ class Ranks:
         environ: further variables, or a function that returns those of a rank, such as
             `lambda rank: {"NCCL_HOSTID": f"rank{rank}"}`. They are no leftovers.
         absent: ranks that are never started.
+        at_once: ranks that run at a time, where none waits for another; None: all.
+        output: a folder; the function is then a program. It prints to `output_00003.txt` there, it
+            may end by `sys.exit` or `os._exit`, and once a rank fails the others are killed.
         timeout: seconds until all are killed, in `wait`.
         method: "fork", or "spawn" where the function uses CUDA.
         killable: whether a rank that a signal ends is no failure; the others run on, and end as
@@ -121,7 +136,9 @@ class Ranks:
         launcher: str | None = None,
         per_rank: Sequence[tuple[Any, ...]] | None = None,
         environ: Mapping[str, str] | Callable[[int], Mapping[str, str]] | None = None,
-        absent: Sequence[int] = (),
+        absent: Collection[int] = (),
+        at_once: int | None = None,
+        output: Path | None = None,
         timeout: float = TIMEOUT,
         method: str = "fork",
         killable: bool = False,
@@ -132,9 +149,11 @@ class Ranks:
             raise ValueError(f"world_size is {world_size}; expected at least 1")
         if per_rank is not None and len(per_rank) != world_size:
             raise ValueError(f"per_rank has {len(per_rank)} entries for {world_size} ranks")
-        checked = not killable if check is None else check
+        checked = not killable and output is None if check is None else check
         allowed = kinds_of(leftovers) | (kinds_of("ignore") if not checked else frozenset())
         self.world_size, self.timeout, self.killable = world_size, timeout, killable
+        self._are_programs = output is not None
+        self._at_once = at_once or world_size
         self.outcomes: dict[int, Outcome] = {}
         """By rank, in the order in which they ended."""
         self._context: Any = multiprocessing.get_context(method)
@@ -155,7 +174,8 @@ class Ranks:
                 backend=backend,
                 environ={**launched[rank], **variables(rank)},
                 leftovers=allowed,
-                exits=killable,
+                exits=killable or output is not None,
+                output=None if output is None else output / f"output_{rank:05}.txt",
                 parent=os.getpid(),
             )
             for rank in present
@@ -165,12 +185,17 @@ class Ranks:
         """Start all processes."""
         import torch.distributed  # noqa: F401 -- once here, and not once in each forked rank
 
-        for rank, task in self._tasks.items():
+        self._start_more()
+        return self
+
+    def _start_more(self) -> None:
+        waiting = [task for rank, task in self._tasks.items() if rank not in self._processes]
+        running = len(self._processes) - len(self.outcomes)
+        for task in waiting[: self._at_once - running]:
             process = self._context.Process(target=run_rank, args=(task,), daemon=False)
             with forking():
                 process.start()
-            self._processes[rank] = process
-        return self
+            self._processes[task.rank] = process
 
     def pid(self, rank: int) -> int:
         """Process id of a rank."""
@@ -181,20 +206,23 @@ class Ranks:
     def living(self) -> list[int]:
         """Ranks whose processes have not ended."""
         self._look()
+        if not self.failures():
+            self._start_more()
         return [rank for rank in self._processes if rank not in self.outcomes]
 
     def wait(self) -> dict[int, Outcome]:
         """Wait until all have ended, and return their outcomes in the order of their ends.
 
-        After `timeout` all are killed; after the first failure, in `GRACE` seconds.
+        After `timeout` all are killed; after the first failure, in `GRACE` seconds, or programs at
+        once.
         """
         until = time.monotonic() + self.timeout
         failed = False
         while (living := self.living()) and time.monotonic() < until:
-            if not failed and any(self._failed(outcome) for outcome in self.outcomes.values()):
+            if not failed and self.failures():
                 failed = True
                 (Path(self._folder.name) / MAY_END).touch()
-                until = min(until, time.monotonic() + GRACE)
+                until = min(until, time.monotonic() + (0.0 if self._are_programs else GRACE))
             # Briefly: a process that a rank has started keeps the rank's sentinel open.
             wait_for_any([self._processes[rank].sentinel for rank in living], timeout=0.05)
         self.end()
@@ -209,8 +237,7 @@ class Ranks:
             RanksFailed: with the traceback of every rank that failed, the first failure first.
         """
         outcomes = self.wait()
-        failures = [outcome for outcome in outcomes.values() if self._failed(outcome)]
-        if failures:
+        if failures := self.failures():
             head = f"{len(failures)} of {len(outcomes)} ranks failed"
             if any(outcome.late for outcome in failures):
                 head += f" (timeout {self.timeout:g} s)"
@@ -220,9 +247,14 @@ class Ranks:
             values[rank] = outcome.value if outcome.returned else outcome.signal
         return values
 
+    def failures(self) -> list[Outcome]:
+        """Outcomes of the ranks that have failed so far, the first failure first."""
+        return [outcome for outcome in self.outcomes.values() if self._failed(outcome)]
+
     def end(self) -> None:
         """Kill ranks that have not ended, with processes they started; they print stacks first."""
-        late = self.living()
+        self._look()
+        late = [rank for rank in self._processes if rank not in self.outcomes]
         for rank in late:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid(rank), signal.SIGCONT)
@@ -242,13 +274,24 @@ class Ranks:
         self._folder.cleanup()
 
     def _look(self) -> None:
-        for rank, process in self._processes.items():
-            if rank not in self.outcomes and not process.is_alive():
-                self.outcomes[rank] = self._outcome(rank, late=False)
+        ended = [
+            self._outcome(rank, late=False)
+            for rank, process in self._processes.items()
+            if rank not in self.outcomes and not process.is_alive()
+        ]
+        for outcome in sorted(ended, key=self._time_of_result):
+            self.outcomes[outcome.rank] = outcome
+
+    def _time_of_result(self, outcome: Outcome) -> float:
+        """Of ranks that are found ended at once, the first to write its result failed first."""
+        result = self._tasks[outcome.rank].path("result")
+        return result.stat().st_mtime if result.exists() else 0.0
 
     def _outcome(self, rank: int, late: bool) -> Outcome:
         task, exitcode = self._tasks[rank], self._processes[rank].exitcode
         result, stacks = task.path("result"), task.path("stacks")
+        output = task.output
+        printed = output.read_text(errors="replace") if output and output.exists() else ""
         kind, value = pickle.loads(result.read_bytes()) if result.exists() else ("", "")
         return Outcome(
             rank,
@@ -258,12 +301,14 @@ class Ranks:
             exitcode=exitcode,
             late=late,
             stacks=_without_the_parents_frames(stacks.read_text()) if stacks.exists() else "",
+            printed=printed,
         )
 
     def _failed(self, outcome: Outcome) -> bool:
         if self.killable and outcome.signal is not None:
             return False
-        return outcome.late or not outcome.returned or outcome.exitcode != 0
+        has_returned = outcome.returned or self._are_programs
+        return outcome.late or not has_returned or outcome.exitcode != 0
 
     def __enter__(self) -> Ranks:
         return self.start()

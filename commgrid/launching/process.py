@@ -41,6 +41,7 @@ class Task:
         environ: variables set before anything else.
         leftovers: kinds of leftovers that are no error.
         exits: whether functions registered with atexit run, as at the end of a program.
+        output: file to which it prints; None: its parent's.
         parent: process id of the process that started the rank.
     """
 
@@ -54,6 +55,7 @@ class Task:
     environ: Mapping[str, str]
     leftovers: frozenset[str]
     exits: bool
+    output: Path | None
     parent: int
 
     def path(self, kind: str) -> Path:
@@ -66,6 +68,9 @@ def run_rank(task: Task) -> None:
     import torch
 
     atexit._clear()  # functions that the parent registered for its own end
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if task.output is not None:
+        _print_to(task.output)
     torch.set_num_threads(1)  # a forked child hangs in the parent's OpenMP threads otherwise
     _lead_a_session(task.parent)
     stacks = task.path("stacks").open("w")
@@ -74,10 +79,13 @@ def run_rank(task: Task) -> None:
     try:
         _start_world(task)
         result = pickle.dumps((RETURNED, _call(task)))
-        failed = False
+        failed, code = False, 0
     except BaseException as error:
-        result = pickle.dumps((RAISED, _told(error)))
-        failed = True
+        failed, told = True, _told(error)
+        result = pickle.dumps((RAISED, told))
+        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
+        if task.output is not None:
+            print(told, file=sys.stderr, end="")
     partial = task.path("partial")
     partial.write_bytes(result)
     partial.rename(task.path("result"))
@@ -87,7 +95,15 @@ def run_rank(task: Task) -> None:
     if failed:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(code)
+
+
+def _print_to(path: Path) -> None:
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    # By lines: a rank that is killed flushes nothing.
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
 
 
 def _lead_a_session(parent: int) -> None:
@@ -164,10 +180,12 @@ def _end_together(task: Task, failed: bool) -> None:
     """
     import torch.distributed as dist
 
+    if task.backend is None:
+        return
     may_end = Path(task.folder) / MAY_END
     if failed or len(list(may_end.parent.glob("*.result"))) == task.started:
         may_end.touch()
-    if failed or task.backend is None or not dist.is_initialized():
+    if failed or not dist.is_initialized():
         return
     while not may_end.exists():
         time.sleep(0.005)  # between two looks at the file
@@ -209,6 +227,8 @@ def launcher_variables(
             "WORLD_SIZE": str(world_size),
             "LOCAL_RANK": str(rank),
             "LOCAL_WORLD_SIZE": str(world_size),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
         }
     if launcher == "slurm":
         return {

@@ -5,21 +5,17 @@ They are `commgrid audit` and `commgrid verify` for a function, to be called in 
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commgrid.audit.auditing import Audit
+from commgrid.audit.auditing import Audit, observed
 from commgrid.audit.compare import Seen, compare
 from commgrid.audit.dry import record
 from commgrid.audit.finding import Comparison
-from commgrid.audit.observer import Observer
-from commgrid.audit.records import all_done
 from commgrid.call_analysis.program import crossed_group, from_traces, whole
 from commgrid.call_analysis.rules import RULES
 from commgrid.call_analysis.verification import check
@@ -36,10 +32,6 @@ class GridsDiffer(AssertionError):
 
 class RanksWait(AssertionError):
     """Ranks of a grid would wait for ever."""
-
-
-class _StepsDone(BaseException):
-    """Ends a program that has taken its steps."""
 
 
 def same_on_grids(
@@ -101,9 +93,9 @@ def same_on_grids(
             own.mkdir()
             beginning = first.folder if first is not None and same_weights else None
             run_on_ranks(
-                _observed, grid.world_size, train, tuple(args), own, steps, beginning,
+                observed, grid.world_size, own, steps, beginning, train, *args,
                 backend=None, launcher="torchrun", environ={VARIABLE: grid.variable},
-                timeout=timeout, check=False,
+                timeout=timeout, output=own,
             )  # fmt: skip
             seen = Seen(grid.text, own)
             first = first or seen
@@ -126,22 +118,6 @@ def _parsed(text: str, world_size: int | None = None) -> AuditedGrid:
 def _name(train: Callable[..., Any]) -> str:
     """The name of a function, also of a `functools.partial`."""
     return str(getattr(getattr(train, "func", train), "__name__", train))
-
-
-def _observed(
-    train: Callable[..., Any], args: tuple[Any, ...], folder: Path, steps: int,
-    beginning: Path | None,
-) -> None:  # fmt: skip
-    def ends() -> None:
-        raise _StepsDone
-
-    observer = Observer(folder, steps, beginning, ends)
-    observer.start()
-    with contextlib.suppress(_StepsDone):
-        train(*args)
-    observer.finish()
-    while not all_done(folder, observer.about.world_size):  # rank 0 serves the store
-        time.sleep(0.01)
 
 
 def grids(

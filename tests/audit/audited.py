@@ -1,4 +1,4 @@
-"""Audits without torchrun: a program in forked ranks, also with a bug written into a copy of it."""
+"""Audits of a program in forked ranks, also with a bug written into a copy of it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from commgrid.audit import child
+from commgrid.audit.auditing import observed
 from commgrid.audit.compare import Seen, compare
 from commgrid.audit.finding import Comparison
 from commgrid.data_parallel.step_comparison import StepComparison
+from commgrid.launching.script import run_script
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.testing import run_on_ranks
 
@@ -29,22 +30,23 @@ def seen_on(
     """The records of a program on one grid, which ends by itself."""
     grid = AuditedGrid.parse(text)
     folder.mkdir(parents=True)
-    argv = [str(folder), str(steps), str(beginning or ""), str(script), *flags]
-    argv += ["--steps", str(steps), *grid.flags]
+    arguments = (folder, steps, beginning, script, [*flags, "--steps", str(steps), *grid.flags])
     run_on_ranks(
-        _rank, grid.world_size, argv, backend=None, launcher="torchrun",
+        _rank, grid.world_size, *arguments, backend=None, launcher="torchrun",
         environ={VARIABLE: grid.variable}, timeout=120, check=False,  # programs may leave things
     )  # fmt: skip
     return Seen(text, folder)
 
 
-def _rank(argv: list[str]) -> None:
+def _rank(
+    folder: Path, steps: int, beginning: Path | None, script: Path, flags: Sequence[str]
+) -> None:
     warnings.simplefilter("ignore")  # megatron-core warns of missing packages
     for name in [*sys.modules]:  # as another test of this process may have imported them
         if name.startswith("gpt_"):
             del sys.modules[name]
     StepComparison.compare = lambda self, held, divisor: None  # type: ignore[method-assign]  # finds some
-    child.main(argv)
+    observed(folder, steps, beginning, run_script, script, flags)
 
 
 def part(

@@ -6,7 +6,6 @@ import contextlib
 import io
 import json
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,9 +18,8 @@ from commgrid.audit.auditing import Audit
 from commgrid.audit.compare import compare
 from commgrid.audit.finding import KINDS, Comparison, Divergence
 from commgrid.audit.records import LARGEST, About, thin_shape, thinned
-from commgrid.launching import script as launching
 from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
-from commgrid.testing import run_on_ranks
+from commgrid.testing import Outcome, Ranks, run_on_ranks
 from tests.audit.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
 from tests.audit.test_audit_bugs import TRAIN_GPT, audited
 from tests.waiting import until
@@ -285,7 +283,7 @@ def test_the_command_ends_programs_and_says_what_parts(tmp_path: Path) -> None:
     assert [each["steps"] for each in found["grids"]] == [2, 2, 1]
     first = found["grids"][2]["findings"][0]
     assert (first["what"], first["axes"], first["kind"]) == ("gradient", ["dp"], "not reduced")
-    assert (kept / "grid_1" / "output.txt").is_file()
+    assert (kept / "grid_1" / "output_00001.txt").is_file()
 
 
 @pytest.mark.full
@@ -306,23 +304,59 @@ def test_a_program_that_hangs_is_killed_with_all_its_ranks(
     script = tmp_path / f"hangs_{os.getpid()}.py"
     script.write_text(PLAIN)
     marks = [Path(f"{script}.{rank}") for rank in (0, 1)]
+    waits = Ranks.wait
+    pids: list[int] = []
 
-    class Launcher(subprocess.Popen[bytes]):
-        def wait(self, timeout: float | None = None) -> int:
-            if timeout != 1000:
-                return super().wait(timeout)
-            until(lambda: all(mark.exists() for mark in marks), "both ranks hang")
-            raise subprocess.TimeoutExpired("audit", timeout)
+    def wait(ranks: Ranks) -> dict[int, Outcome]:
+        until(lambda: all(mark.exists() for mark in marks), "both ranks hang")
+        pids.extend(map(ranks.pid, range(2)))
+        ranks.timeout = 0.0
+        return waits(ranks)
 
-    monkeypatch.setattr(launching.subprocess, "Popen", Launcher)
+    monkeypatch.setattr(Ranks, "wait", wait)
     argv = [str(script), "--grids", "dp=2", "--timeout", "1000", "--", "--hang"]
     status, _, err = command(*argv)
     assert status == 2
     assert "was killed; give it fewer or smaller steps, or a longer --timeout" in err
     assert "a last line" in err
-    monkeypatch.undo()
-    left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
-    assert script.name not in left
+    assert f'{script.name}", line 10 in <module>' in err  # where it hangs
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_variables_of_torchrun_and_how_a_rank_ended_are_told(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(ENDS)
+    for how, said in (
+        ("code", "ends.py failed with exit code 3 on rank 1; it printed\n    rank 1 of 2"),
+        ("text", "ends.py failed with exit code 1 on rank 1; it printed\n    rank 1 of 2"),
+        ("signal", "ends.py failed with signal SIGKILL on rank 1; it printed\n    rank 1 of 2"),
+    ):
+        status, _, err = command(str(script), "--grids", "dp=2", "--", how)
+        assert status == 2
+        assert said in err
+        assert "rank 0 of 2" not in err
+
+
+ENDS = """
+import os, signal, sys, time
+import torch.distributed as dist
+rank, size = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
+assert (os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"]) == (str(rank), str(size))
+assert os.environ["MASTER_ADDR"] and int(os.environ["MASTER_PORT"])
+dist.init_process_group("gloo")
+print(f"rank {rank} of {size}", flush=True)
+if rank == 0:
+    time.sleep(1000)  # until it is killed, since rank 1 has ended
+elif sys.argv[1] == "code":
+    sys.exit(3)
+elif sys.argv[1] == "text":
+    sys.exit("a reason")
+else:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_the_text_names_what_is_alike_once() -> None:

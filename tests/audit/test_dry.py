@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from commgrid import cli
-from commgrid.audit import child
+from commgrid.audit.auditing import observed
 from commgrid.call_records import files as trace_files
+from commgrid.launching.script import run_script
 from commgrid.planning.audited import VARIABLE
 from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
@@ -48,18 +49,17 @@ def real(folder: Path, grid: str, world_size: int) -> None:
     """The same job with all its ranks, for one step."""
     seen = folder / "seen"
     seen.mkdir(parents=True)
-    argv = [str(seen), "1", "", str(SCRIPT), *FLAGS.split(), "--steps", "1"]
     environ = {VARIABLE: grid, "COMMGRID_TRACE": "1"}
     run_on_ranks(
-        _traced, world_size, argv, str(folder), backend=None, launcher="torchrun", environ=environ
+        _traced, world_size, seen, folder, backend=None, launcher="torchrun", environ=environ
     )
 
 
-def _traced(argv: list[str], folder: str) -> None:
-    child.main(argv)
+def _traced(seen: Path, folder: Path) -> None:
+    observed(seen, 1, None, run_script, SCRIPT, [*FLAGS.split(), "--steps", "1"])
     found = recorder.current()
     assert found is not None
-    found.save(Path(folder))
+    found.save(folder)
 
 
 @pytest.mark.full("tp=2,dp=2")

@@ -166,3 +166,54 @@ def _runs(pid: str) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def program(how: str, folder: Path) -> None:
+    (folder / f"ran_{os.environ['RANK']}").touch()
+    print("a line of rank", os.environ["RANK"])
+    if os.environ["RANK"] != "1":
+        return
+    if how == "raises":
+        raise ValueError("the cause")
+    sys.exit(3) if how == "exits" else os._exit(0)
+
+
+@pytest.mark.parametrize("how", ["ends", "exits", "raises"])
+def test_programs_print_to_files_and_end_by_their_exit_code(how: str, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    output.mkdir()
+    with Ranks(
+        program, 4, how, tmp_path, backend=None, launcher="torchrun", output=output, absent=[2],
+        at_once=1,
+    ) as ranks:  # fmt: skip
+        ends = ranks.wait()
+    assert (output / "output_00000.txt").read_text() == ends[0].printed == "a line of rank 0\n"
+    codes = {rank: end.exitcode for rank, end in ends.items()}
+    if how == "ends":
+        assert codes == {0: 0, 1: 0, 3: 0}
+        assert ranks.failures() == []
+        return
+    assert codes == {0: 0, 1: 3 if how == "exits" else 1}
+    assert not (tmp_path / "ran_3").exists()  # it was not started any more
+    (failure,) = ranks.failures()
+    assert failure.last_lines.startswith("\n    a line of rank 1\n    Traceback")
+    assert ("the cause" in str(failure)) == (how == "raises")
+    with pytest.raises(RanksFailed, match="a line of rank 1"):
+        ranks.results()
+
+
+def late(folder: Path) -> None:
+    (folder / os.environ["RANK"]).touch()
+    if os.environ["RANK"] == "1":
+        while not (folder / "0").exists():
+            time.sleep(0.01)  # between two looks
+        raise ValueError("the cause")
+    time.sleep(600)  # until it is killed
+
+
+def test_once_a_program_fails_the_others_are_killed(tmp_path: Path) -> None:
+    """At once, and not after the seconds that ranks of a test have."""
+    with Ranks(late, 2, tmp_path, backend=None, launcher="torchrun", output=tmp_path) as ranks:
+        ends = list(ranks.wait().values())
+    assert [(end.rank, end.late) for end in ends] == [(1, False), (0, True)]
+    assert "in late" in ends[1].last_lines
