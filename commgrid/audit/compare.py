@@ -189,9 +189,7 @@ class _Work:
             if name in wanted and not joined.apart and float(wanted[name].full.norm()) > floor
         }
         known = sorted(factor for factor in factors.values() if factor is not None)
-        common = median_low(known) if known else 1.0
-        if any(abs(factor - 1) <= self.tolerance for factor in known):
-            common = 1.0  # nothing was clipped
+        common = _clip_of(known, theirs, mine, max(10 * self.tolerance, 1e-6))
         arrived = dict.fromkeys(n for each in theirs.values() for n in each.arrived)
         culprits: list[Divergence] = []
         right: set[str] = set()
@@ -333,6 +331,24 @@ class _Work:
         return Divergence(
             self.other.grid, step, what, name, kind, axes, difference, words, tuple(seen)
         )  # fmt: skip
+
+
+def _clip_of(
+    factors: list[float], theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord],
+    tolerance: float,
+) -> float:  # fmt: skip
+    """The factor that clipping by the norm gives to gradients that are right.
+
+    It is that of the clips that were seen, if some gradient has it; else 1, if one has that; else
+    the median, where a program clips by a function of its own.
+    """
+    ours, others = ({each.clip for each in records.values()} for records in (mine, theirs))
+    seen = [ours.pop() / others.pop()] if len(ours) == len(others) == 1 else []
+    for clip in (*seen, 1.0):
+        nearest = min(factors, key=lambda factor: abs(factor - clip), default=1.0)
+        if abs(nearest / clip - 1) <= tolerance:
+            return nearest
+    return median_low(factors)
 
 
 def _between(record: StepRecord, right: set[str], name: str) -> list[list[str]]:

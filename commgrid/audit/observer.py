@@ -40,6 +40,7 @@ from commgrid.audit.records import (
     write_step,
 )
 from commgrid.audit.reductions import ReductionListener
+from commgrid.data_parallel.norm import clip_factor
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.data_parallel.slot import KeptGradient, State, slot_of
 from commgrid.equality.digest import digest
@@ -49,6 +50,8 @@ from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid, is_initialized
 from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat import interposer as torch_calls
+
+_CLIPS = ((nn.utils, "clip_grad_norm_"), (GradientReducer, "clip_gradients"))
 
 
 class Observer:
@@ -89,6 +92,8 @@ class Observer:
         self._undo.append(lambda: torch_calls.stop(self._reductions))
         self._put(torch.autograd, "backward", self._seeing_backward(torch.autograd.backward))
         self._put(Pipeline, "step", self._seeing_losses(Pipeline.step))
+        for owner, name in _CLIPS:
+            self._put(owner, name, self._seeing_clips(getattr(owner, name)))
         for name in ("dropout", "scaled_dot_product_attention"):
             self._put(functional, name, self._seeing_drops(getattr(functional, name)))
 
@@ -240,6 +245,15 @@ class Observer:
             return losses
 
         return runs
+
+    def _seeing_clips(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def clips(*args: Any, **options: Any) -> Tensor:
+            norm = function(*args, **options)
+            max_norm = options["max_norm"] if "max_norm" in options else args[1]
+            self.record.clip *= float(clip_factor(_whole(norm), float(max_norm)))
+            return norm
+
+        return clips
 
     def _lose(self, loss: Tensor) -> None:
         local = loss.full_tensor() if isinstance(loss, DTensor) else loss

@@ -33,6 +33,7 @@ class StepRecord:
         backward: what backward has come to, in order: for a gradient "", its name and "", for a
             collective of a module operation, group and place.
         loss: the sum of all losses.
+        clip: the factor by which gradients were clipped.
         backwards: how often it began.
         modules: by name and output: calls, elements, sum, sum of squares.
         inputs: likewise, of the model's integer inputs.
@@ -48,6 +49,7 @@ class StepRecord:
     arrived: list[str] = field(default_factory=list)
     backward: list[list[str]] = field(default_factory=list)
     loss: float = 0.0
+    clip: float = 1.0
     backwards: int = 0
     modules: dict[str, list[float]] = field(default_factory=dict)
     inputs: dict[str, list[float]] = field(default_factory=dict)

@@ -275,6 +275,31 @@ def test_a_factor_is_of_the_parameters_that_do_not_have_1(wrong: str, tmp_path: 
     assert all("2 times the reference's" in each.words for each in found.findings)
 
 
+CLIP = "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)"
+
+
+@pytest.mark.parametrize("clip", [CLIP, CLIP.replace("_(", "_(parameters=").replace("(), ", "(), max_norm=")])
+@pytest.mark.parametrize("wrong", ["experts", "router"])
+def test_gradients_that_are_wrong_before_a_clip(wrong: str, clip: str, tmp_path: Path) -> None:
+    """The clip makes all others smaller: no parameter has factor 1."""
+    twice = f"[p.grad.mul_(2 if grid.size('tp') > 1 else 1) for p in model['{wrong}'].parameters()]"
+    found = compared(CLIPPED, OF_CLIPPED, tmp_path, other="tp=2", after=f"{twice}; {clip}")
+    assert {each.name for each in found.findings} == {f"{wrong}.weight", f"{wrong}.bias"}
+    assert all("2 times the reference's" in each.words for each in found.findings)
+
+
+def test_a_clip_of_right_gradients_is_no_difference(tmp_path: Path) -> None:
+    found = compared(CLIPPED, OF_CLIPPED, tmp_path, other="tp=2", after=CLIP)
+    assert not found.findings
+    assert found.compared["gradients"] == 8
+
+
+def test_a_clip_by_a_wrong_norm_scales_all(tmp_path: Path) -> None:
+    clip = CLIP.replace("0.01", "0.01 / grid.size('tp')")
+    (first,) = compared(CLIPPED, OF_CLIPPED, tmp_path, other="tp=2", after=clip).findings
+    assert (first.name, first.kind) == ("of every parameter", "not averaged")
+
+
 def test_a_factor_of_most_parameters_is_not_a_clips(tmp_path: Path) -> None:
     """Three of four are wrong, and the fourth has factor 1."""
     twice = "[p.grad.mul_(2 if grid.size('tp') > 1 else 1) for p in [*model.parameters()][1:]]"
