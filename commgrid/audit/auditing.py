@@ -141,50 +141,81 @@ def audit(
             ) from error
         if full:
             raise SpecError(f"--keep {keep}: it is not empty; give a new folder")
+    method = "spawn" if torch.cuda.device_count() else "fork"
+
+    def run(grid: AuditedGrid, own: Path, beginning: Path | None) -> None:
+        number = int(own.name.rpartition("_")[2]) + 1
+        tell(f"{number}/{len(grids)} {grid.text}: {grid.world_size} ranks")
+        arguments = (run_script, script, (*flags, *grid.flags))
+        with on_ranks(grid, own, steps, beginning, *arguments, timeout=timeout, method=method) as r:
+            r.wait()
+        for end in r.failures():
+            if end.late:
+                raise CommGridError(
+                    f"grid {grid.text!r}: {script.name} has not done {steps} steps in "
+                    f"{timeout:g} s, and was killed; give it fewer or smaller steps, or a longer "
+                    f"--timeout{end.last_lines}"
+                )
+            raise CommGridError(
+                f"grid {grid.text!r}: {script.name} failed with {end.end} on rank {end.rank}; it "
+                f"printed{end.last_lines}"
+            )
+
     with tempfile.TemporaryDirectory(prefix="commgrid-audit-") as temporary:
         folder = (keep or Path(temporary)).absolute()
-        found: list[Comparison] = []
-        first: Seen | None = None
-        for index, grid in enumerate(grids):
-            tell(f"{index + 1}/{len(grids)} {grid.text}: {grid.world_size} ranks")
-            own = folder / f"grid_{index}"
-            own.mkdir()
-            begin = first.folder if first is not None and same_weights else None
-            _run_on_grid(grid, script, flags, own, steps, timeout, begin)
-            seen = Seen(grid.text, own)
-            first = first or seen
-            found.append(compare(first, seen, tolerance))
-        assert first is not None
-        return Audit(script.name, first.dtype, tuple(found))
+        return compare_grids(script.name, grids, run, folder, tolerance, same_weights=same_weights)
 
 
-def _run_on_grid(
-    grid: AuditedGrid, script: Path, flags: Sequence[str], folder: Path, steps: int,
-    timeout: float, beginning: Path | None,
-) -> None:  # fmt: skip
-    """Run a program on one grid until it has taken its steps, with an observer beside it."""
-    arguments = (folder, steps, beginning, run_script, script, (*flags, *grid.flags))
-    method = "spawn" if torch.cuda.device_count() else "fork"
-    with Ranks(
-        observed, grid.world_size, *arguments, backend=None, launcher="torchrun",
-        environ={VARIABLE: grid.variable}, timeout=timeout, method=method, output=folder,
-    ) as ranks:  # fmt: skip
-        ranks.wait()
-    for end in ranks.failures():
-        if end.late:
-            raise CommGridError(
-                f"grid {grid.text!r}: {script.name} has not done {steps} steps in {timeout:g} s, "
-                "and was killed; give it fewer or smaller steps, or a longer --timeout"
-                f"{end.last_lines}"
-            )
-        raise CommGridError(
-            f"grid {grid.text!r}: {script.name} failed with {end.end} on rank {end.rank}; it "
-            f"printed{end.last_lines}"
-        )
+def compare_grids(
+    name: str,
+    grids: Sequence[AuditedGrid],
+    run: Callable[[AuditedGrid, Path, Path | None], object],
+    folder: Path,
+    tolerance: float | None,
+    *,
+    same_weights: bool,
+) -> Audit:
+    """Run a program on grids, one after the other, and compare each with the first.
+
+    Args:
+        name: of the program.
+        grids: the first is what the others are compared with.
+        run: takes a grid, the folder of its records, and that of a grid whose weights it begins
+            with.
+        folder: of all records.
+        tolerance, same_weights: as for `audit`.
+    """
+    found: list[Comparison] = []
+    first: Seen | None = None
+    for index, grid in enumerate(grids):
+        own = folder / f"grid_{index}"
+        own.mkdir()
+        run(grid, own, first.folder if first is not None and same_weights else None)
+        seen = Seen(grid.text, own)
+        first = first or seen
+        found.append(compare(first, seen, tolerance))
+    assert first is not None
+    return Audit(name, first.dtype, tuple(found))
+
+
+def on_ranks(
+    grid: AuditedGrid, folder: Path, steps: int, beginning: Path | None,
+    function: Callable[..., object], *args: Any, **how: Any,
+) -> Ranks:  # fmt: skip
+    """Ranks that call a function with an observer, as a launcher would start them.
+
+    Args:
+        grid, folder, steps, beginning, function, args: as for `observed`.
+        how: of `Ranks`.
+    """
+    return Ranks(
+        observed, grid.world_size, folder, steps, beginning, function, *args,
+        backend=None, launcher="torchrun", environ={VARIABLE: grid.variable}, output=folder, **how,
+    )  # fmt: skip
 
 
 def observed(
-    folder: Path, steps: int, beginning: Path | None, run: Callable[..., object], *args: Any
+    folder: Path, steps: int, beginning: Path | None, function: Callable[..., object], *args: Any
 ) -> None:
     """Call a function with an observer, until it ends or has taken its steps.
 
@@ -192,9 +223,9 @@ def observed(
         folder: where this rank's records are written.
         steps: of the optimizer; the process ends in the next one.
         beginning: the folder of a grid whose weights it begins with; None: its own.
-        run, args: the function.
+        function, args: the program.
     """
     observer = Observer(folder, steps, beginning)
     observer.start()
-    run(*args)
+    function(*args)
     observer.finish()

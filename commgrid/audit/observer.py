@@ -115,6 +115,8 @@ class Observer:
     # -- forward ------------------------------------------------------------------------
 
     def _before_forward(self, module: nn.Module, given: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():  # what is compiled has no hooks
+            return
         if not self._stack and torch.is_grad_enabled():
             self._flush()
             if module not in self._names:
@@ -129,6 +131,8 @@ class Observer:
         self._stack.append(module)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         self._stack.pop()
         name = self._names.get(module)
         if torch.is_grad_enabled():
@@ -147,6 +151,8 @@ class Observer:
         """Record dropout's input, and the state of the generator that it draws from."""
 
         def draws(*args: Any, **options: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return function(*args, **options)
             before = _random_state()
             found = function(*args, **options)
             given = next(iter((*args, *options.values())))

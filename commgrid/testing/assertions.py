@@ -12,17 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from commgrid.audit.auditing import Audit, observed
-from commgrid.audit.compare import Seen, compare
+from commgrid.audit.auditing import compare_grids, on_ranks
 from commgrid.audit.dry import record
-from commgrid.audit.finding import Comparison
 from commgrid.call_analysis.program import crossed_group, from_traces, whole
 from commgrid.call_analysis.rules import RULES
 from commgrid.call_analysis.verification import check
 from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError, SpecError
-from commgrid.launching.local_ranks import run_on_ranks
-from commgrid.planning.audited import VARIABLE, AuditedGrid
+from commgrid.planning.audited import AuditedGrid
 from commgrid.torch_compat import world as torch_world
 
 
@@ -85,23 +82,15 @@ def same_on_grids(
     if steps < 1:
         raise SpecError(f"steps={steps}: expected 1 or more")
     parsed = [_parsed(text) for text in grids]
-    found: list[Comparison] = []
+
+    def run(grid: AuditedGrid, own: Path, beginning: Path | None) -> None:
+        with on_ranks(grid, own, steps, beginning, train, *args, timeout=timeout) as ranks:
+            ranks.results()
+
     with tempfile.TemporaryDirectory(prefix="commgrid-same-") as folder:
-        first: Seen | None = None
-        for index, grid in enumerate(parsed):
-            own = Path(folder) / f"grid_{index}"
-            own.mkdir()
-            beginning = first.folder if first is not None and same_weights else None
-            run_on_ranks(
-                observed, grid.world_size, own, steps, beginning, train, *args,
-                backend=None, launcher="torchrun", environ={VARIABLE: grid.variable},
-                timeout=timeout, output=own,
-            )  # fmt: skip
-            seen = Seen(grid.text, own)
-            first = first or seen
-            found.append(compare(first, seen, tolerance))
-        assert first is not None
-        audit = Audit(_name(train), first.dtype, tuple(found))
+        audit = compare_grids(
+            _name(train), parsed, run, Path(folder), tolerance, same_weights=same_weights
+        )
     if audit.parts:
         raise GridsDiffer(audit.text)
 
