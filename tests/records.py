@@ -40,10 +40,12 @@ def ring_of(trace: Trace, state: int = ring.COPIED, process: tuple[Any, ...] = (
     for call in trace.calls:
         _add(made, call, groups[call.group], trace.batches, numbers)
     made.calls += trace.dropped
-    struct.pack_into("<QQ", made.memory, 24, made.rows, made.calls)
+    struct.pack_into("<QQ", made.memory, ring._TOTALS, made.rows, made.calls)
     at = trace.at or 0.0
-    struct.pack_into("<BB6xdQ", made.memory, 56, state, trace.lost, at, round(at * 1e9))
-    return Contents(made.memory).packed()
+    struct.pack_into("<BB6xdQ", made.memory, ring._STATE, state, trace.lost, at, round(at * 1e9))
+    found = bytearray(Contents(made.memory).packed())
+    found[ring._STATE] = state
+    return bytes(found)
 
 
 def _add(made: Ring, call: Call, group: int, batches: Any, numbers: Counter[Any]) -> None:

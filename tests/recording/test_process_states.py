@@ -1,0 +1,134 @@
+"""How the process of a ring stands: alive, ended, killed, told to stop, or not seen lately."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from commgrid.call_records import files as trace_files
+from commgrid.call_records import processes, ring
+from commgrid.call_records.trace import Trace
+from tests.records import save
+from tests.waiting import until
+
+PROGRAM = """
+import signal, sys, time
+import commgrid
+from commgrid.failures import told_when_stopped
+grid = commgrid.initialize()
+def wait():
+    print("up", flush=True)
+    while True:
+        time.sleep(0.05)
+def ends(*_):
+    sys.exit(0)
+try:
+    if sys.argv[1] == "told":
+        with told_when_stopped(lambda name: print(name, flush=True)):
+            wait()
+    elif sys.argv[1] == "saves":
+        signal.signal(signal.SIGINT, ends)
+        wait()
+    else:
+        wait()
+finally:
+    commgrid.shutdown()
+"""
+
+
+@contextmanager
+def running(tmp_path: Path, how: str) -> Iterator[subprocess.Popen[str]]:
+    """A rank that records and waits."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    environ = {**os.environ, "COMMGRID_TRACE": str(tmp_path / "trace")}
+    process = subprocess.Popen(
+        [sys.executable, str(tmp_path / "program.py"), how], env=environ, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=100)
+
+
+def state(tmp_path: Path) -> str:
+    (trace,) = trace_files.read(tmp_path / "trace")
+    return trace.state
+
+
+@pytest.mark.parametrize(
+    ("how", "number", "expected"),
+    [
+        ("waits", signal.SIGKILL, "killed"),
+        ("waits", signal.SIGTERM, "stopped"),
+        ("waits", signal.SIGINT, "stopped"),
+        ("told", signal.SIGTERM, "stopped"),
+        ("told", signal.SIGINT, "stopped"),
+        ("told", signal.SIGKILL, "killed"),
+        ("saves", signal.SIGINT, "ended"),  # as it would end without a signal
+    ],
+)
+def test_a_rank_is_alive_until_it_ends(
+    tmp_path: Path, how: str, number: signal.Signals, expected: str
+) -> None:
+    with running(tmp_path, how) as process:
+        assert state(tmp_path) == "running"
+        process.send_signal(number)
+        # Not waited for, it is still in the table of processes.
+        until(lambda: processes.started(process.pid) == "", "the end")
+        assert state(tmp_path) == expected
+    assert state(tmp_path) == expected
+
+
+def test_a_rank_that_goes_on_after_a_signal_is_alive(tmp_path: Path) -> None:
+    """As after a SIGTERM that asks for a checkpoint."""
+    (tmp_path / "trace").mkdir()
+    with running(tmp_path, "waits"):
+        (tmp_path / "trace" / "rank_00000.sigterm").write_text("stacks")
+        assert state(tmp_path) == "running"
+
+
+HERE = (processes.boot(), processes.space_of_pids())
+ELSEWHERE = [("another boot", HERE[1]), (HERE[0], "another space")]
+
+
+def ring_file(folder: Path, rank: int, at: float, pid: int, started: str, where: Any) -> None:
+    trace = Trace(rank, (), at=at, host="a host")
+    save(folder, trace, state=ring.ALIVE, process=(pid, started, *where))
+
+
+@pytest.mark.parametrize("where", ELSEWHERE)
+def test_a_rank_of_another_host_is_judged_by_when_it_was_seen(tmp_path: Path, where: Any) -> None:
+    now = time.time()
+    for rank, at in enumerate((now - 60, now + 2, now + 20)):
+        ring_file(tmp_path, rank, at, os.getpid(), "0", where)
+    assert [t.state for t in trace_files.read(tmp_path)] == ["silent", "silent", "running"]
+
+
+def test_a_pid_that_is_used_again_is_another_process(tmp_path: Path) -> None:
+    own = processes.started(os.getpid())
+    for rank, started in enumerate((own, "1", "")):
+        ring_file(tmp_path, rank, time.time() - 60, os.getpid(), started, HERE)
+    assert [t.state for t in trace_files.read(tmp_path)] == ["running", "killed", ""]
+
+
+@pytest.mark.parametrize(("ended", "expected"), [(ring.ENDED, "ended"), (ring.STOPPED, "stopped")])
+def test_an_end_that_was_noted_needs_no_process(tmp_path: Path, ended: int, expected: str) -> None:
+    trace = Trace(0, (), at=5.0, state="running")
+    save(tmp_path, trace, state=ended)
+    assert trace_files.read(tmp_path) == [replace(trace, state=expected)]
+    (tmp_path / "rank_00000.sigterm").write_text("stacks of all threads")
+    assert trace_files.read(tmp_path) == [replace(trace, state="stopped")]
