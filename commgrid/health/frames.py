@@ -13,6 +13,7 @@ TORCH, OWN = (
 """The folders of torch and of commgrid."""
 
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+_GENERATED = ("<frozen", "<eval_with_key>")  # by Python, and by torch.fx
 _WRAPPER = f"{os.sep}typing_extensions.py"  # around functions that torch has deprecated
 
 
@@ -31,6 +32,6 @@ def is_programs(file: str) -> bool:
     >>> [is_programs(file) for file in (torch.__file__, os.__file__, "<frozen runpy>", "train.py")]
     [False, False, False, True]
     """
-    if is_ours(file) or file.startswith("<frozen") or file.endswith(_WRAPPER):
+    if is_ours(file) or file.startswith(_GENERATED) or file.endswith(_WRAPPER):
         return False
     return not file.startswith(_PYTHON) or "-packages" in file

@@ -89,3 +89,85 @@ def test_a_module_is_named_by_its_forward() -> None:
 
 def test_a_call_of_nothing_but_wrappers_has_its_line() -> None:
     assert place(lambda: torch.no_grad()(DISABLE(torch.cat))([])).startswith("at ")
+
+
+def broadcast(x: torch.Tensor) -> torch.Tensor:
+    dist.broadcast(x, 0, group=commgrid.get_group("dp"))
+    return x
+
+
+class Broadcasts(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return broadcast(x)
+
+
+def traced() -> nn.Module:
+    """A module whose code torch.fx has generated, which calls torch itself."""
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    graph.call_function(dist.broadcast, (x, 0))
+    graph.output(x)
+    return torch.fx.GraphModule(nn.Module(), graph)
+
+
+def through(depth: int, calls: Callable[[], object]) -> None:
+    if depth:
+        through(depth - 1, calls)
+    else:
+        calls()
+
+
+@pytest.fixture
+def where() -> Any:
+    """Returns the stack of the last call, without lines."""
+    commgrid.initialize()
+    commgrid.trace.start()
+    yield lambda: [
+        re.sub(r":\d+ ", " ", each) for each in commgrid.trace.recorded().calls[-1].stack
+    ]
+    commgrid.trace.stop()
+    commgrid.shutdown()
+
+
+def test_a_stack_has_every_place_of_the_program(where: Any) -> None:
+    ours, name = "test_places.py", "test_a_stack_has_every_place_of_the_program"
+    broadcast(ONE)
+    assert where()[-2:] == [f"{ours} {name}", f"{ours} broadcast"]
+    Broadcasts()(ONE)
+    assert where()[-3:] == [f"{ours} {name}", f"{ours} forward", f"{ours} broadcast"]
+
+
+def test_stacks_differ_where_an_outer_line_does(where: Any) -> None:
+    commgrid.trace.stop()
+    commgrid.trace.start()
+
+    def helper() -> None:
+        broadcast(ONE)
+
+    helper()
+    helper()
+    first, second = (call.stack for call in commgrid.trace.recorded().calls)
+    assert first[-2:] == second[-2:]
+    assert first[-3] != second[-3]
+
+
+def test_of_a_deep_stack_the_innermost_places_are_kept(where: Any) -> None:
+    through(40, lambda: broadcast(ONE))
+    (last,) = commgrid.trace.recorded().calls[-1:]
+    assert len(last.stack) == 16
+    assert last.where == last.stack[-1]
+    assert last.where.endswith(" broadcast")
+
+
+def test_code_without_a_file_has_a_place_and_generated_code_is_passed_over(where: Any) -> None:
+    exec(compile("broadcast(x)", "<a text>", "exec"), {"broadcast": broadcast, "x": ONE})
+    exec("import torch.distributed as dist\ndist.broadcast(x, 0)", {"x": ONE})
+    module = traced()
+    module(ONE)  # the line
+    *_, text, string, generated = commgrid.trace.recorded().calls
+    assert [re.sub(r":\d+ ", " ", each) for each in text.stack[-2:]] == [
+        "<a text> <module>", "test_places.py broadcast",
+    ]  # fmt: skip
+    assert string.where == "<string>:2 <module>"
+    assert generated.where.startswith("test_places.py:")
+    assert not any("eval_with_key" in each for each in generated.stack)
