@@ -84,7 +84,7 @@ class Ring:
         self._entries: list[int] = []  # where each begins
         self._used, self._rows_at = 0, _TABLE_AT + _MOST_TABLE
         self._file, self._reserved = -1, {0: 0, _TABLE_AT: 0, self._rows_at: 0}
-        self._lost = False
+        self._lost, self._free = False, 0  # rows up to which there is room
         size = self._rows_at + capacity * _ROW.size
         if path is None:
             self.memory = mmap.mmap(-1, size)
@@ -192,7 +192,9 @@ class Ring:
     ) -> int:  # fmt: skip
         """Write a call down; return its row, -1 if there is no room."""
         at = self.rows
-        if not (group and kind) or not self._has_room(1 + len(sizes) // _SIZES_A_ROW + 1):
+        if at + len(sizes) >= self._free and not self._has_room(1 + len(sizes)):
+            self._lose()
+        if self._lost or not (group and kind):
             self._lose()
             return -1
         if len(shape) > _MOST_DIMENSIONS:
@@ -215,7 +217,7 @@ class Ring:
 
     def step(self, number: int, when: int) -> None:
         """Note that a training step begins."""
-        if self._has_room(1):
+        if not self._lost and self._has_room(1):
             self._add_more(_STEP, (number, when))
             _COUNT.pack_into(self.memory, _TOTALS, self.rows)
 
@@ -226,35 +228,33 @@ class Ring:
         self.rows += 1
 
     def _has_room(self, rows: int) -> bool:
-        last = min(self.rows + rows, self.capacity)
-        return not self._lost and self._reserve(self._rows_at, last * _ROW.size)
+        """Reserve some rows; return False if the disk is full."""
+        last = self.rows + max(rows, _RESERVED // _ROW.size)
+        if not self._reserve(self._rows_at, min(last, self.capacity) * _ROW.size):
+            return False
+        self._free = last
+        return True
 
     def issued(self, call: int, when: int) -> None:
-        self._stamp(call, _ISSUED, when)
+        if -1 < call >= self.rows - self.capacity:  # else it is not kept
+            at = self._rows_at + call % self.capacity * _ROW.size + _ISSUED
+            _COUNT.pack_into(self.memory, at, when)
 
     def ended(self, call: int, when: int) -> None:
-        self._stamp(call, _ENDED, when)
+        if -1 < call >= self.rows - self.capacity:
+            at = self._rows_at + call % self.capacity * _ROW.size + _ENDED
+            _COUNT.pack_into(self.memory, at, when)
 
     def waits(self, call: int, on: bool, thread: int = 0) -> None:
         """Set or clear the mark that a thread waits in this call."""
-        if self._has(call):
+        if -1 < call >= self.rows - self.capacity:
             at = self._rows_at + call % self.capacity * _ROW.size + _MARKS
-            marks = self.memory[at] & ~WAITED | on
-            _MARKS_AND_THREAD.pack_into(self.memory, at, marks, thread)
+            _MARKS_AND_THREAD.pack_into(self.memory, at, self.memory[at] & ~WAITED | on, thread)
 
     def raised(self, call: int) -> None:
         """Mark a call that was not issued."""
-        if self._has(call):
+        if -1 < call >= self.rows - self.capacity:
             self.memory[self._rows_at + call % self.capacity * _ROW.size + _MARKS] |= RAISED
-
-    def _stamp(self, call: int, field: int, when: int) -> None:
-        if self._has(call):
-            at = self._rows_at + call % self.capacity * _ROW.size + field
-            _COUNT.pack_into(self.memory, at, when)
-
-    def _has(self, call: int) -> bool:
-        """Whether a call is kept."""
-        return max(self.rows - self.capacity, 0) <= call < self.rows
 
     def _reserve(self, part: int, size: int) -> bool:
         """Allocate disk blocks for the first bytes of a part; return False if the disk is full.

@@ -193,23 +193,23 @@ class Stacks:
 
     def __call__(self) -> int:
         """Return the number of the stack from which the caller was called."""
-        key: list[int] = []
+        codes: list[CodeType] = []
+        at: list[int] = []
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
-            key += (id(frame.f_code), frame.f_lasti)
+            codes.append(frame.f_code)
+            at.append(frame.f_lasti)
             frame = frame.f_back
-        held = self._held.get(tuple(key))
-        return self._new(tuple(key), sys._getframe(2)) if held is None else held[0]
+        key = (*map(id, codes), *at)
+        held = self._held.get(key)
+        return self._new(key, codes) if held is None else held[0]
 
-    def _new(self, key: tuple[int, ...], frame: FrameType | None) -> int:
+    def _new(self, key: tuple[int, ...], codes: list[CodeType]) -> int:
         places = [
-            (code.co_filename, line, code.co_name) for code, line in _program(frame)[:_MOST_PLACES]
+            (code.co_filename, line, code.co_name)
+            for code, line in _program(sys._getframe(3))[:_MOST_PLACES]
         ]
         number = self._number(places[::-1])
-        codes = []
-        while frame is not None:
-            codes.append(frame.f_code)
-            frame = frame.f_back
         if len(self._held) >= _MOST_STACKS:
             self._held.clear()
         self._held[key] = number, codes

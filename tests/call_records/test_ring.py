@@ -183,8 +183,8 @@ def test_a_full_disk_ends_the_recording_and_not_the_process(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ring, "_allocate", full)
-    made._reserved[made._rows_at] = 3 * ring._ROW.size
     made._reserved[ring._TABLE_AT] = 4096
+    made._free = 2
     add(made, 0)
     add(made, 1)
     add(made, 2)
@@ -210,6 +210,7 @@ def test_after_a_lost_call_none_is_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     add(made, 0)
     reserve = made._reserve
     monkeypatch.setattr(made, "_reserve", lambda part, size: part != made._rows_at)
+    monkeypatch.setattr(made, "_free", 1)
     lost = add(made, 1)
     monkeypatch.setattr(made, "_reserve", reserve)
     add(made, 2)
