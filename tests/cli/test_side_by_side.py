@@ -15,6 +15,7 @@ from commgrid.call_records.contents import as_dict
 from commgrid.call_records.trace import Trace
 from commgrid.cli import main
 from commgrid.cli.side_by_side import side_by_side, steps_table, waited_in_steps
+from tests.docs import pages
 from tests.records import save
 
 DP = Group("dp", (0, 2), "1", "gloo"), Group("dp", (1, 3), "1", "gloo")
@@ -93,6 +94,20 @@ def test_seconds_waited_are_until_the_last_rank_of_the_host_comes() -> None:
     assert all(s == 0.0 for each in waited_in_steps(apart).values() for s in each.values())
     assert cells(steps_table(found))[1] == ["7", "2.0000", "2.0000", "0.0000", "0.0000"]
     assert "commgrid.trace.step" in steps_table({})
+
+
+def test_the_page_of_steps(tmp_path: Path) -> None:
+    """The rank that is late once is the one that waits least, there alone."""
+    page = pages.DOCS / "debugging.md"
+    pages.save_files(page, tmp_path)
+    steps = next(each for each in pages.blocks(page, "bash") if "steps.py" in each.text)
+    shown = next(each for each in pages.blocks(page, "text") if "steps" in each.comment)
+    said, errors = pages.in_shell(steps.text, tmp_path)
+    found, printed = cells(said.strip()), cells(shown.text.strip())
+    assert [row[0] for row in found] == [row[0] for row in printed], said + errors
+    for number in (1, 2, 3):
+        seconds, on_page = ([float(cell) for cell in rows[number][1:]] for rows in (found, printed))
+        assert [each > 0.2 for each in seconds] == [each > 0.2 for each in on_page]
 
 
 def test_the_contents_are_all_that_was_recorded() -> None:
