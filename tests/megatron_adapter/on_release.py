@@ -25,7 +25,12 @@ from megatron_adapter import AmbiguousGridError, MegatronVersionError, installat
 from megatron_adapter.collection import FIELDS
 from megatron_adapter.installation import unfit
 from megatron_adapter.module_code import ModuleCode
-from tests.megatron_adapter import test_functions, test_gpt, test_hyper_comm_grid
+from tests.megatron_adapter import (
+    test_collection,
+    test_functions,
+    test_gpt,
+    test_hyper_comm_grid,
+)
 from tests.peers import parallel_state as theirs
 from tests.sizes import some
 
@@ -142,6 +147,11 @@ def _newer_state() -> list[object]:
     return found
 
 
+def collections() -> None:
+    """A collection of a grid beside Megatron's own."""
+    run_on_ranks(test_collection.collections, 8, timeout=300, check=False)
+
+
 def losses(given: str, world: int) -> list[dict[str, list[float]]]:
     """The example's losses with Megatron's own groups, and with commgrid's, on every rank.
 
@@ -188,8 +198,13 @@ def _vendors() -> list[str]:
     megatron_adapter.initialize_model_parallel(name="other")
     with pytest.raises(AmbiguousGridError):
         theirs.get_ring_and_tensor_size()
-    with megatron_adapter.active("other"):
+    busy = mock.patch.object(theirs.SymmetricMemoryManager, "destroy", side_effect=OSError("busy"))
+    with (
+        megatron_adapter.active("other"), busy,
+        pytest.warns(RuntimeWarning, match="own destroy_model_parallel failed: busy"),
+    ):  # fmt: skip
         theirs.destroy_model_parallel()
+    assert not commgrid.is_initialized("other")
     ended = len(theirs._RINGS_ENDED)
     theirs.destroy_model_parallel()
     assert len(theirs._RINGS_ENDED) == ended + 1  # what its own function ends besides

@@ -13,6 +13,7 @@ import megatron_adapter
 from commgrid import SpecError, UnknownGroupError
 from commgrid.testing import run_on_ranks
 from tests.megatron_adapter.answers import plain
+from tests.megatron_adapter.test_functions import unconnected
 from tests.peers import parallel_state as theirs
 
 with warnings.catch_warnings():
@@ -28,7 +29,8 @@ def collections() -> None:
          "num_distributed_optimizer_instances": 2},
         {"context_parallel_size": 4, "hierarchical_context_parallel_sizes": [2, 2]},
     ):  # fmt: skip
-        theirs.initialize_model_parallel(**given)
+        with unconnected():
+            theirs.initialize_model_parallel(**given)
         expected = ProcessGroupCollection.use_mpu_process_groups()
         expected = {name: plain(getattr(expected, name)) for name in names}
         theirs.destroy_model_parallel()

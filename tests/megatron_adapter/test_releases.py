@@ -36,6 +36,13 @@ def test_hyper_comm_grids_enumerate_as_megatrons(version: str) -> None:
     on_release(version, HERE, "grids")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("version", VERSIONS)
+def test_collections_have_megatrons_groups(version: str) -> None:
+    unless_installed(version)
+    on_release(version, HERE, "collections", timeout=400)
+
+
 @pytest.mark.nightly("0.15.3-*", "0.16.1-*", "0.17.1-*", "0.18.2-*", "0.19.2-8")
 @pytest.mark.parametrize("world", [2, 8])  # test_functions has 4 too
 @pytest.mark.parametrize("version", VERSIONS)
