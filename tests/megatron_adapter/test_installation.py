@@ -484,8 +484,8 @@ def test_a_module_whose_known_getters_would_answer_wrongly_is_refused() -> None:
          tp.format("_RING_GROUP")),
         ("def get_tensor_model_parallel_rank(): return [r() for r in _RING_LISTS]",
          tp.format("_RING_LISTS")),
-        ("def _ask(): return _RING_GROUP\ndef get_tensor_model_parallel_rank(): return _ask()",
-         tp.format("_RING_GROUP")),
+        ("def _ask(): return _RING_GROUP\ndef _say(): return _ask()\n"
+         "def get_tensor_model_parallel_rank(): return _say()", tp.format("_RING_GROUP")),
         ("def set_tensor_model_parallel_rank(rank):\n  global _RING_GROUP\n  _RING_GROUP = rank",
          "function set_tensor_model_parallel_rank reads _RING_GROUP"),
         ("def model_parallel_is_initialized(): return _LOG.get('groups')", "reads none of the"),
