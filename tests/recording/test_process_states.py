@@ -14,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+import commgrid
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import processes, ring
 from commgrid.call_records.trace import Trace
+from commgrid.testing import run_on_ranks
 from tests.records import save
 from tests.waiting import until
 
@@ -132,3 +136,32 @@ def test_an_end_that_was_noted_needs_no_process(tmp_path: Path, ended: int, expe
     assert trace_files.read(tmp_path) == [replace(trace, state=expected)]
     (tmp_path / "rank_00000.sigterm").write_text("stacks of all threads")
     assert trace_files.read(tmp_path) == [replace(trace, state="stopped")]
+
+
+def full(*_: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def fills_the_disk(folder: str) -> tuple[bool, int, str]:
+    """A rank whose ring has no more room, as on a full disk, while its program runs on."""
+    os.environ["COMMGRID_TRACE"] = folder
+    grid = commgrid.initialize()
+    dist.broadcast(torch.ones(1), 0, group=grid.get_group("dp"))
+    before, ring._allocate = ring._allocate, full
+    for _ in range(5000):
+        dist.broadcast(torch.ones(1), 0, group=grid.get_group("dp"))
+    ring._allocate = before
+    dist.broadcast(torch.ones(7), 0, group=grid.get_group("dp"))
+    (trace,) = trace_files.read(Path(folder))
+    commgrid.trace.stop()
+    commgrid.shutdown()
+    assert trace.calls[-1].shape == (1,)  # later ones would have another turn
+    return trace.lost, len(trace.calls), trace.state
+
+
+def test_a_rank_on_a_full_disk_runs_on_and_says_that_calls_are_missing(tmp_path: Path) -> None:
+    ((lost, calls, how),) = run_on_ranks(
+        fills_the_disk, 1, str(tmp_path), backend=None, launcher="torchrun", check=False
+    )
+    assert (lost, how) == (True, "running")
+    assert 0 < calls < 5000
