@@ -114,14 +114,6 @@ class LiveGroups(NamedGroups):
         """The distinct communicators of this rank, in creation order."""
         return tuple(self._communicators)
 
-    def members_of_communicators(self) -> dict[str, list[int]]:
-        """By the names of each communicator, with commas as torch describes it, its ranks.
-
-        Those of a grid that is not the default one have its name before them, as `critic:dp`.
-        """
-        owner = "" if self._name == "default" else f"{self._name}:"
-        return {owner + ",".join(each.names): list(each.ranks) for each in self._communicators}
-
     # -- making, holding and letting go -------------------------------------------------
 
     def _make_group(
