@@ -27,6 +27,7 @@ from commgrid.health.detector import Watch
 from commgrid.recording.places import Stacks, group_of
 from commgrid.recording.stacks import Termination
 from commgrid.torch_compat import interposer as torch_calls
+from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.interposer import ByIdentity
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.version import VERSION
@@ -248,6 +249,8 @@ class Recorder:
         """The record of a communicator, which a resumed group continues."""
         found = self._channels.get(its_group)
         if found is None:
+            if torch_world.is_initialized():  # perhaps only since the recording began
+                self.set_rank(torch_world.world_rank())
             group = group_of(its_group)
             of = group.key, group.ranks
             found = self._by_key.get(of)

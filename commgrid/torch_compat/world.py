@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from datetime import timedelta
 from functools import wraps
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, ClassVar
 from weakref import ref
 
 import torch
@@ -40,23 +40,24 @@ def is_initialized() -> bool:
 
 
 class _World:
-    """The present world: its process group, its number in this process, and its name."""
+    """The present world: its process group and its name, and how many there were of each size."""
 
     group: ref[Any] | None = None
-    number = 0
     name = ""
+    numbers: ClassVar[dict[int, int]] = {}
 
 
 def world_key() -> str:
     """Name of the present world, the same on all ranks, which no other world of theirs has.
 
-    commgrid's name for a world that it has started; else the number of worlds that this process has
-    had so far. While calls are recorded each new one is counted (`interposer`).
+    commgrid's name for a world that it has started; else its size, and how many of that size this
+    process has had so far. While calls are recorded each new one is counted (`interposer`).
     """
     world = c10d.GroupMember.WORLD
     if world is not None and (_World.group is None or _World.group() is not world):
-        _World.group, _World.number = ref(world), _World.number + 1
-        _World.name = str(_World.number)
+        size, numbers = world.size(), _World.numbers
+        numbers[size] = numbers.get(size, 0) + 1
+        _World.group, _World.name = ref(world), f"{size}.{numbers[size]}"
     return _World.name
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import pytest
@@ -14,6 +15,7 @@ from commgrid.call_records import files as trace_files
 from commgrid.call_records.trace import Trace
 from commgrid.recording import recorder
 from commgrid.testing import run_on_ranks
+from tests.flags import meet
 from tests.killing import kill_me, run_killable
 
 
@@ -68,6 +70,21 @@ def worlds() -> bytes:
             if rank or not world:
                 reduce(9 + world, groups[1])
     return recorded()
+
+
+def own_world_first() -> bytes:
+    """Rank 0 has a world of its own before that of all."""
+    commgrid.trace.start()
+    rank = int(os.environ["RANK"])
+    if rank == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        reduce(1, dist.new_group([0]))
+        dist.destroy_process_group()
+    dist.init_process_group("gloo")
+    reduce(2, dist.new_group([0, 1]))
+    found = recorded()
+    dist.destroy_process_group()
+    return found
 
 
 def meshes() -> bytes:
@@ -128,6 +145,11 @@ def test_groups_of_torchs_own_in_worlds_one_after_another() -> None:
     assert len({call.group for trace in traces for call in trace.calls}) == 5
 
 
+def test_a_rank_may_have_had_a_world_of_its_own() -> None:
+    traces = check(run_on_ranks(own_world_first, 2, backend=None, launcher="torchrun", timeout=40))
+    assert len({call.group for trace in traces for call in trace.calls}) == 2
+
+
 def test_meshes_of_equal_names_over_the_same_ranks() -> None:
     traces = check(run_on_ranks(meshes, 4, backend=None, launcher="torchrun", timeout=40))
     groups = {call.group for trace in traces for call in trace.calls}
@@ -145,6 +167,7 @@ def survivors() -> bytes:
     """Rank 3 ends; the others have issued other numbers of calls, and go on with dp 3."""
     grid = commgrid.initialize(timeout=60, watch=True, trace=True)
     reduce(1, grid.get_group("dp"))
+    meet(grid.rank, 4)
     if grid.rank == 3:
         kill_me()
     with pytest.raises((commgrid.CommGridError, RuntimeError)):
