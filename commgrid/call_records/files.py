@@ -144,7 +144,9 @@ def _load(path: Path) -> Contents:
                 f"{path}: format {earlier}, this version reads {FORMAT}; read it with the version "
                 f"of commgrid that has written it{' (0.2.0 or earlier)' if earlier == 1 else ''}"
             )
-        return Contents(data)
+        found = Contents(data)
+        len(found.entries)  # which are read when they are asked for
+        return found
     except OSError as error:
         raise SpecError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (ValueError, LookupError, TypeError) as error:
@@ -222,7 +224,13 @@ def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
             texts[number] = f"{'/'.join(parts[-lengths[parts[-1]] :])}:{line} {function}"
     rows, steps = held.unpacked()
     offset = held.wall - held.monotonic / 1e9
-    calls = [(row, _call(row, held, groups, texts, offset)) for row in rows]
+    kinds = {n: values[1:] for n, (_, values) in enumerate(held.entries) if values[0] == "kind"}
+    stacks = {
+        number: tuple(texts[place] for place in values[1])
+        for number, (_, values) in enumerate(held.entries)
+        if values[0] == "stack"
+    }
+    calls = [(row, _call(row, groups, kinds, stacks, offset)) for row in rows]
     times = (t for _, call in calls for t in (call.began, call.issued, call.ended) if t is not None)
     return Trace(
         rank=rank,
@@ -254,16 +262,15 @@ def _whole(numbers: Sequence[object]) -> tuple[int, ...]:
 
 def _call(
     row: Sequence[int],
-    held: Contents,
     groups: Mapping[int, Group],
-    texts: Mapping[int, str],
+    kinds: Mapping[int, Sequence[str]],
+    stacks: Mapping[int, tuple[str, ...]],
     offset: float,
 ) -> Call:
     _, began, issued, ended, size, output, tag, of, kind, stack, number, turn = row[:12]
     peer, dimensions, marks, thread = row[14:18]
-    operation, dtype, reduction = held.entries[kind][1][1:]
-    places = held.entries[stack][1][1] if stack else ()
-    group = groups[of]
+    operation, dtype, reduction = kinds[kind]
+    places, group = stacks.get(stack, ()), groups[of]
     side = "peer" if operation in TRANSFERS else "root"
     other = on_group(group.name, group.ranks, None if peer < 0 else peer)
     return Call(
@@ -274,7 +281,7 @@ def _call(
         bytes=size,
         tag=tag,
         number=number,
-        where=texts[places[-1]] if places else "?",
+        where=places[-1] if places else "?",
         output=output if marks & ring.KNOWN_OUTPUT else None,
         reduction=reduction,
         turn=turn,
@@ -283,7 +290,7 @@ def _call(
         ended=ended / 1e9 + offset if ended else None,
         thread=thread,
         waiting=bool(marks & ring.WAITED and not ended),
-        stack=tuple(texts[place] for place in places),
+        stack=places,
         sizes=tuple(row[-1]),  # type: ignore[arg-type]
         **{side: other},
     )

@@ -28,6 +28,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,8 @@ ALIVE, ENDED, STOPPED, COPIED = range(4)
 # Its number, began, issued, ended, bytes, bytes of outputs, tag; group, kind, stack, number on its
 # group, turn, batch, number of sizes; peer; dimensions, marks, thread; shape.
 _ROW = struct.Struct("<QQQQQQqIIIIIIIiBBH4x5Q")
-_ISSUED, _ENDED, _MARKS = 16, 24, 89
+_ISSUED, _ENDED, _GROUP, _MARKS = 16, 24, 56, 89
+_NUMBER, _GROUP_KIND_STACK = struct.Struct(f"<Q{_ROW.size - 8}x"), struct.Struct("<III")
 WAITED, KNOWN_OUTPUT, RAISED = 1, 2, 4
 _MOST_DIMENSIONS = 5
 # Rows that are no calls have a bit more in their number.
@@ -84,7 +86,7 @@ class Ring:
         self._entries: list[int] = []  # where each begins
         self._used, self._rows_at = 0, _TABLE_AT + _MOST_TABLE
         self._file, self._reserved = -1, {0: 0, _TABLE_AT: 0, self._rows_at: 0}
-        self._lost, self._free = False, 0  # rows up to which there is room
+        self._is_over, self._free = False, 0  # rows up to which there is room
         size = self._rows_at + capacity * _ROW.size
         if path is None:
             self.memory = mmap.mmap(-1, size)
@@ -121,12 +123,13 @@ class Ring:
                 raise _full(path)
             found.memory[at : at + used] = self.memory[at : at + used]
         found.memory[_TOTALS:_TABLE_AT] = self.memory[_TOTALS:_TABLE_AT]
-        found.rows, found.calls, found._lost = self.rows, self.calls, self._lost
+        found.rows, found.calls, found._is_over = self.rows, self.calls, self._is_over
         found._used, found._numbers, found._entries = self._used, self._numbers, self._entries
         return found
 
     def close(self) -> None:
         """Write nothing more. The records can still be read."""
+        self._is_over = True
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -163,7 +166,9 @@ class Ring:
     def _wrote(self, values: tuple[Any, ...], most: int | None = None) -> int:
         text = json.dumps(values).encode()
         used = self._used + _ENTRY.size + len(text)
-        if self._lost or used > (most or _MOST_TABLE) or not self._reserve(_TABLE_AT, used):
+        if self._is_over:
+            return 0
+        if used > (most or _MOST_TABLE) or not self._reserve(_TABLE_AT, used):
             if not most:
                 self._lose()
             return 0
@@ -177,7 +182,7 @@ class Ring:
 
     def _lose(self) -> None:
         """Note that calls are missing. No further one is recorded, as its turn would be wrong."""
-        self._lost = True
+        self._is_over = True
         self.memory[_LOST] = 1
 
     def count(self, entry: int, count: int) -> None:
@@ -191,10 +196,10 @@ class Ring:
         tag: int = 0, thread: int = 0, sizes: Sequence[int] = (),
     ) -> int:  # fmt: skip
         """Write a call down; return its row, -1 if there is no room."""
+        if self._is_over:
+            return -1
         at = self.rows
         if at + len(sizes) >= self._free and not self._has_room(1 + len(sizes)):
-            self._lose()
-        if self._lost or not (group and kind):
             self._lose()
             return -1
         if len(shape) > _MOST_DIMENSIONS:
@@ -217,7 +222,7 @@ class Ring:
 
     def step(self, number: int, when: int) -> None:
         """Note that a training step begins."""
-        if not self._lost and self._has_room(1):
+        if not self._is_over and self._has_room(1):
             self._add_more(_STEP, (number, when))
             _COUNT.pack_into(self.memory, _TOTALS, self.rows)
 
@@ -309,24 +314,29 @@ class Contents:
         rows = min(total, capacity)
         if rows_at < _TABLE_AT + used or len(memory) < rows_at + rows * _ROW.size:
             raise ValueError("it was cut off")
-        self.lost, self.monotonic = bool(lost), now
-        self.entries: list[tuple[int, Any]] = []
+        self.lost, self.monotonic, self._total = bool(lost), now, total
+        self._table = bytes(memory[_TABLE_AT : _TABLE_AT + used])
+        self._held = bytes(memory[rows_at : rows_at + rows * _ROW.size])
+
+    @cached_property
+    def entries(self) -> list[tuple[int, Any]]:
         """The count and the values of each entry."""
-        at = _TABLE_AT
-        while at < _TABLE_AT + used:
-            count, size = _ENTRY.unpack_from(memory, at)
+        found, at = [], 0
+        while at < len(self._table):
+            count, size = _ENTRY.unpack_from(self._table, at)
             at += _ENTRY.size + size
-            self.entries.append((count, json.loads(memory[at - size : at])))
-        held = bytes(memory[rows_at : rows_at + rows * _ROW.size])
-        found = ((_COUNT.unpack_from(held, at)[0], at) for at in range(0, len(held), _ROW.size))
+            found.append((count, json.loads(self._table[at - size : at])))
+        return found
+
+    @cached_property
+    def _rows(self) -> list[tuple[int, int, int]]:
+        """Number, kind (0: a call) and place of each row, in the order of their numbers."""
         # The oldest may be half written over: it has the number of the next.
-        self.rows = sorted(
-            (number & ~_KINDS, number & _KINDS, held[at : at + _ROW.size])
-            for number, at in found
-            if number & ~_KINDS < total
+        return sorted(
+            (number & ~_KINDS, number & _KINDS, place * _ROW.size)
+            for place, (number,) in enumerate(_NUMBER.iter_unpack(self._held))
+            if number & ~_KINDS < self._total
         )
-        """Number, kind (0: a call) and bytes."""
-        self._total = total
 
     def noted(self, what: str) -> list[Any]:
         """The values of the last entry of a kind; empty: there is none."""
@@ -337,14 +347,14 @@ class Contents:
         """Return the rows of calls, each with its sizes as the last value, and the steps."""
         calls: list[tuple[Any, ...]] = []
         steps = []
-        for _, kind, data in self.rows:
-            if kind == _STEP:
-                steps.append(_MORE.unpack(data)[1:3])
-            elif not kind:
-                calls.append((*_ROW.unpack(data), []))
+        for _, kind, at in self._rows:
+            if not kind:
+                calls.append((*_ROW.unpack_from(self._held, at), []))
+            elif kind == _STEP:
+                steps.append(_MORE.unpack_from(self._held, at)[1:3])
             elif calls:  # else its call was written over
                 count, sizes = calls[-1][_SIZES_AT], calls[-1][-1]
-                sizes += _MORE.unpack(data)[1 : 1 + count - len(sizes)]
+                sizes += _MORE.unpack_from(self._held, at)[1 : 1 + count - len(sizes)]
         return calls, steps
 
     def packed(self, last: int | None = None) -> bytes:
@@ -353,21 +363,21 @@ class Contents:
         Args:
             last: number of calls of each group, at most; None: all.
         """
-        kept: list[bytes] = []
+        kept: list[int] = []
         counts: dict[int, int] = {}
-        used, sizes = {0}, list[bytes]()
-        for _, row_kind, data in reversed(self.rows):
+        used, sizes = {0}, list[int]()
+        for _, row_kind, at in reversed(self._rows):
             if row_kind == _SIZES:
-                sizes.append(data)
+                sizes.append(at)
                 continue
             if not row_kind:
-                group, kind, stack = _ROW.unpack(data)[7:10]
+                group, kind, stack = _GROUP_KIND_STACK.unpack_from(self._held, at + _GROUP)
                 counts[group] = counts.get(group, 0) + 1
                 if last is None or counts[group] <= last:
-                    kept += [*sizes, data]
+                    kept += [*sizes, at]
                     used |= {kind, stack}
             else:
-                kept.append(data)
+                kept.append(at)
             sizes = []
         for number in list(used):
             values = self.entries[number][1]
@@ -383,4 +393,5 @@ class Contents:
             MAGIC, len(kept), self._total, self.calls, len(table), _TABLE_AT + len(table), state,
             self.lost, self.wall, self.monotonic,
         )  # fmt: skip
-        return head.ljust(_TABLE_AT, b"\0") + table + b"".join(reversed(kept))
+        rows = (self._held[at : at + _ROW.size] for at in reversed(kept))
+        return head.ljust(_TABLE_AT, b"\0") + table + b"".join(rows)

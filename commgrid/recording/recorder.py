@@ -163,7 +163,8 @@ class Recorder:
         """
         with self._lock:
             self.ring.touch()
-            return Contents(self.ring.memory).packed(last)
+            found = Contents(self.ring.memory)
+        return found.packed(last)  # the program's calls do not wait for it
 
     def meet(self, grid: ObservedGrid) -> None:
         """Note the communicators of a grid, and record again after a failure."""
@@ -287,7 +288,8 @@ class Recorder:
             )  # fmt: skip
             channel.calls += 1
             turns.count = turn + 1
-            ring.count(turns.entry, turn + 1)
+            if row >= 0:
+                ring.count(turns.entry, turn + 1)
             # A third of the time of `Begun(…)`.
             return tuple.__new__(Begun, (row, channel, turns, turn))
 
@@ -317,7 +319,8 @@ class Recorder:
         if not isinstance(call, Begun) or (error is not None and _is_of_peers(error)):
             return
         with self._lock:
-            self.ring.raised(call.row)
+            if call.row >= 0:
+                self.ring.raised(call.row)
             if call.turns.count == call.turn + 1:
                 call.turns.count = call.turn
                 call.channel.calls -= 1

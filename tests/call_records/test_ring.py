@@ -164,6 +164,19 @@ def test_a_table_that_is_full_loses_calls_and_says_so(monkeypatch: pytest.Monkey
     assert ([call.number for call in trace.calls], trace.lost) == ([0], True)
 
 
+def test_after_its_end_a_ring_changes_no_more(tmp_path: Path) -> None:
+    """What a process does as it exits is not lost: it has ended."""
+    made = Ring(4, tmp_path / "rank_00000.ring")
+    add(made, 0)
+    made.end(ring.ENDED)
+    made.close()
+    before = trace_files.read(tmp_path)
+    assert add(made, 1, operation="a new one") == -1
+    (after,) = trace_files.read(tmp_path)
+    assert after == before[0]
+    assert (before[0].state, before[0].lost, len(before[0].calls)) == ("ended", False, 1)
+
+
 def test_groups_without_number(tmp_path: Path) -> None:
     made = Ring(4, tmp_path / "rank_00000.ring")
     for number in range(10_000):
