@@ -59,8 +59,6 @@ def in_folder(folder: Path) -> list[Path]:
 def read(paths: Sequence[Path]) -> list[Trace]:
     """The dumps of all ranks, whose number ends each file's name: `nccl_trace_rank_3`.
 
-    A rank may have one of each backend.
-
     Raises:
         SpecError: one is something else, or would run code.
     """
@@ -85,36 +83,29 @@ def _load(path: Path) -> tuple[int, Mapping[str, Any]]:
 
 
 def parse(dumps: Sequence[tuple[int, Mapping[str, Any]]]) -> list[Trace]:
-    """Traces from the dumps of all ranks, of which each has one or more.
+    """Traces from the dumps of all ranks.
 
     A dump may hold unfinished calls only. The number of calls that a rank has issued on any
-    other group is in its `pg_status`; entries of other ranks tell which group that is.
+    other group of NCCL's is in its `pg_status`; entries of other ranks tell which group that is.
     """
     names: dict[str, str] = {}
+    kinds: dict[str, set[str]] = {}
     for _, held in dumps:
         for entry in held.get("entries") or []:
-            names[str(entry["pg_id"])] = str(entry["process_group"][0])
-    found: dict[int, list[Trace]] = {}
-    for rank, held in dumps:
-        found.setdefault(rank, []).append(_Dump(rank, held, names).trace())
-    return [_together(found[rank]) for rank in sorted(found)]
+            name, kind = str(entry["process_group"][0]), _backend(entry)
+            kinds.setdefault(name, set()).add(kind)
+            if kind != "gloo":  # whose status counts messages as well
+                names[str(entry["pg_id"])] = name
+    made = [_Dump(rank, held, names, kinds) for rank, held in dumps]
+    most: dict[Group, int] = {}
+    for each in made:
+        for group, count in each.entered.items():
+            most[group] = max(count, most.get(group, 0))
+    return [each.trace(most) for each in sorted(made, key=lambda each: each.rank)]
 
 
-def _together(parts: Sequence[Trace]) -> Trace:
-    """The dumps of one rank's backends as one record."""
-    if len(parts) == 1:
-        return parts[0]
-    calls = sorted((call for part in parts for call in part.calls), key=lambda call: call.began)
-    return replace(
-        parts[0],
-        calls=tuple(calls),
-        dropped=sum(part.dropped for part in parts),
-        groups=tuple(dict.fromkeys(group for part in parts for group in part.groups)),
-        entered={group: count for part in parts for group, count in part.entered.items()},
-        at=max((part.at for part in parts if part.at is not None), default=None),
-        state=max(part.state for part in parts),
-        host=max(part.host for part in parts),
-    )
+def _backend(entry: Mapping[str, Any]) -> str:
+    return str(entry["profiling_name"]).partition(":")[0]
 
 
 class _Dump:
@@ -124,81 +115,93 @@ class _Dump:
         rank: whose.
         held: its contents.
         names: torch's name of a group by its id in `pg_status`, from the dumps of all ranks.
+        kinds: by torch's name of a group, the backends that its calls are on.
     """
 
-    def __init__(self, rank: int, held: Mapping[str, Any], names: Mapping[str, str]) -> None:
-        self._rank, self._held, self._names = rank, held, names
+    def __init__(
+        self,
+        rank: int,
+        held: Mapping[str, Any],
+        names: Mapping[str, str],
+        kinds: Mapping[str, set[str]],
+    ) -> None:
+        self.rank, self._held = rank, held
         self._entries = held.get("entries") or []
         self._described = _described(held["pg_config"])
-        kinds = {str(entry["profiling_name"]).partition(":")[0] for entry in self._entries}
-        self._backend = kinds.pop() if len(kinds) == 1 else ""
+        self._dropped = min((int(e.get("record_id", 0)) for e in self._entries), default=0)
         # A name that is used again is another communicator, which has another id.
-        self._ids: dict[str, list[int]] = {}
+        self._ids: dict[tuple[str, str], list[int]] = {}
         for entry in self._entries:
-            ids = self._ids.setdefault(str(entry["process_group"][0]), [])
+            ids = self._ids.setdefault((str(entry["process_group"][0]), _backend(entry)), [])
             if entry["pg_id"] not in ids:
                 ids.append(entry["pg_id"])
+        self._living = {
+            self._group(name, kind): (name, kind)
+            for name in self._described for kind in sorted(kinds.get(name, {""}))
+        }  # fmt: skip
+        self._calls = self._numbered()
+        self.entered = self._counts(names)
 
-    def trace(self) -> Trace:
-        """Its record."""
-        calls: list[Call] = []
-        pairs: dict[tuple[Group, str, int | None], int] = {}
-        numbers: dict[Group, int] = {}
-        entered = self._entered()
-        for entry in self._entries:
-            call = self._call(entry)
-            if call is None:
-                continue
-            if call.is_transfer:
-                if call.ended is not None:
-                    continue  # torch does not count between two ranks; what is under way is matched
-                of = (call.group, call.operation, call.peer)
-                turn = pairs[of] = pairs.get(of, -1) + 1
-            else:
-                turn = int(entry["collective_seq_id"])
-                entered[call.group] = max(entered.get(call.group, 0), turn + 1)
-            number = numbers[call.group] = numbers.get(call.group, -1) + 1
-            calls.append(replace(call, number=number, turn=turn))
+    def trace(self, most: Mapping[Group, int]) -> Trace:
+        """Its record.
+
+        Args:
+            most: collectives that any rank has issued, by group. A rank whose dump does not reach
+                back so far is taken to have issued as many.
+        """
         about = self._held.get("commgrid", {})
+        lost = [group for group in most if self._dropped and self.rank in group.ranks]
+        groups = dict.fromkeys([*self.entered, *self._living, *lost])
         return Trace(
-            rank=self._rank,
-            calls=tuple(calls),
+            rank=self.rank,
+            calls=tuple(self._calls),
             dropped=self._dropped,
-            groups=tuple(dict.fromkeys([*entered, *self._living()])),
-            entered=entered,
+            groups=tuple(groups),
+            entered={group: self.entered.get(group, most.get(group, 0)) for group in groups},
             at=about.get("at"),
             state="running" if about else "",
             host=str(about.get("host", "")),
             knows_waits=False,
         )
 
-    @property
-    def _dropped(self) -> int:
-        return min((int(entry.get("record_id", 0)) for entry in self._entries), default=0)
+    def _numbered(self) -> list[Call]:
+        """The calls with their places among others."""
+        calls: list[Call] = []
+        pairs: dict[tuple[Group, str, int | None], int] = {}
+        numbers: dict[Group, int] = {}
+        for entry in self._entries:
+            call = self._call(entry)
+            # torch does not count between two ranks; what is under way is matched.
+            if call is None or (call.is_transfer and call.ended is not None):
+                continue
+            turn = int(entry["collective_seq_id"])
+            if call.is_transfer:
+                of = (call.group, call.operation, call.peer)
+                turn = pairs[of] = pairs.get(of, -1) + 1
+            number = numbers[call.group] = numbers.get(call.group, -1) + 1
+            calls.append(replace(call, number=number, turn=turn))
+        return calls
 
-    def _living(self) -> list[Group]:
-        return [self._group(name, self._ids.get(name, [0])[-1]) for name in self._described]
-
-    def _entered(self) -> dict[Group, int]:
-        """The collectives of each living group so far; of those that the entries do not tell, too.
-
-        gloo's status counts messages as well, and is of no use.
-        """
-        status = self._held.get("pg_status", {}) if self._backend != "gloo" else {}
-        ids = {self._names.get(str(key), ""): each for key, each in status.items()}
-        found: dict[Group, int] = {}
-        for group, name in zip(self._living(), self._described, strict=True):
-            if name in ids:
-                found[group] = int(ids[name]["last_enqueued_collective"]) + 1
-            elif not self._dropped and self._backend == "gloo" and name not in self._ids:
-                found[group] = 0
+    def _counts(self, names: Mapping[str, str]) -> dict[Group, int]:
+        """The collectives issued on each group so far, where that is known."""
+        found = {} if self._dropped else dict.fromkeys(self._living, 0)
+        status = self._held.get("pg_status", {})
+        last = {names[str(key)]: each for key, each in status.items() if str(key) in names}
+        for group, (name, kind) in self._living.items():
+            if kind != "gloo" and name in last:
+                found[group] = int(last[name]["last_enqueued_collective"]) + 1
+        for call in self._calls:
+            if not call.is_transfer:
+                found[call.group] = max(found.get(call.group, 0), (call.turn or 0) + 1)
         return found
 
-    def _group(self, name: str, number: int) -> Group:
-        ids = self._ids.get(name, [number])
+    def _group(self, name: str, kind: str, number: int | None = None) -> Group:
+        """A communicator; without a number the last one of its name."""
+        ids = self._ids.get((name, kind), [0])
+        place = len(ids) if number is None else ids.index(number) + 1
         desc, ranks = self._described.get(name, ("", ()))
         label = _label(name, desc, self._described)
-        return Group(label, ranks, f"{name}@{ids.index(number) + 1}", self._backend)
+        return Group(label, ranks, f"{name}@{place}/{kind}", kind)
 
     def _call(self, entry: Mapping[str, Any]) -> Call | None:
         """An entry, without its place among others; None for what only holds others together."""
@@ -206,7 +209,7 @@ class _Dump:
         transfer = _TRANSFER.match(what)
         if what == "coalesced":
             return None
-        group = self._group(str(entry["process_group"][0]), entry["pg_id"])
+        group = self._group(str(entry["process_group"][0]), backend, entry["pg_id"])
         shapes, dtypes = entry["input_sizes"], entry["input_dtypes"]
         if transfer is not None and transfer[1] == "recv":
             shapes, dtypes = entry["output_sizes"], entry["output_dtypes"]

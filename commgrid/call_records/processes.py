@@ -2,7 +2,7 @@
 
     <tmp>/commgrid-<user>/4711.json      rank 3 of 8, of train.py, its ring
     <tmp>/commgrid-<user>/4711.stacks    where its threads are, of each SIGUSR1
-    <tmp>/commgrid-<user>/4711.gloo      torch's flight recorder, a second later at most
+    <tmp>/commgrid-<user>/4711.torch     torch's flight recorder, a second later at most
 
 `faulthandler` writes the stacks at once, also while the main thread is in C++. Nothing here needs
 torch: `commgrid dump` is another process.
@@ -24,9 +24,6 @@ from pathlib import Path
 from commgrid.call_records import ring
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
-
-TORCH = ("nccl", "gloo")
-"""Backends of which torch's flight recorder is written, the last one last."""
 
 NOTICED = 5.0
 """Seconds in which a process notices a request."""
@@ -99,7 +96,7 @@ def space_of_pids() -> str:
 
 
 def remove(pid: int) -> None:
-    for kind in ("json", "stacks", "ask", "asked", *TORCH):
+    for kind in ("json", "stacks", "torch", "ask", "asked"):
         with suppress(OSError):
             (folder_of_user() / f"{pid}.{kind}").unlink(missing_ok=True)
 
@@ -189,7 +186,7 @@ def dump(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
 
     Args:
         job: as `of_one_job` returns it.
-        folder: where `rank_00003.stacks`, `rank_00003.ring` and torch's `gloo_trace_rank_3` go;
+        folder: where `rank_00003.stacks`, `rank_00003.ring` and torch's `torch_trace_rank_3` go;
             made if need be.
         timeout: seconds to wait for all.
 
@@ -225,7 +222,7 @@ def _ask(process: Process) -> tuple[int, int] | None:
 
 def _written(process: Process) -> int:
     with suppress(OSError):
-        return _file(process, TORCH[-1]).stat().st_mtime_ns
+        return _file(process, "torch").stat().st_mtime_ns
     return 0
 
 
@@ -242,9 +239,8 @@ def _collect(
         torch = _written(process) != before[1]
     if stacks:
         (folder / f"{name}.stacks").write_bytes(stacks)
-    for kind in TORCH if torch else ():
-        with suppress(FileNotFoundError):
-            shutil.copyfile(_file(process, kind), folder / f"{kind}_trace_rank_{process.rank}")
+    if torch:
+        shutil.copyfile(_file(process, "torch"), folder / f"torch_trace_rank_{process.rank}")
     records = None
     with suppress(OSError, ValueError):
         records = ring.Contents(Path(process.ring).read_bytes()) if process.ring else None

@@ -107,10 +107,9 @@ def _write(kind: str, data: bytes) -> None:
 
 
 def _write_torchs() -> None:
-    """Write what torch has recorded, gloo's last: `commgrid dump` waits for that file."""
+    """Write what torch has recorded."""
     about = {"host": socket.gethostname(), "at": time.time()}
-    for backend, held in torch_world.flight_records().items():
-        _write(backend, pickle.dumps({**held, "commgrid": about}))
+    _write("torch", pickle.dumps({**torch_world.flight_records(), "commgrid": about}))
 
 
 def _gather() -> None:

@@ -17,7 +17,7 @@ from weakref import ref
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as _bindings
+from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
@@ -32,6 +32,7 @@ from commgrid.torch_compat.peer_errors import as_peer_error
 from commgrid.version import VERSION
 
 FAKE = "fake"
+_bindings: Any = _distributed_c10d
 
 
 def is_initialized() -> bool:
@@ -94,26 +95,22 @@ def world_store() -> Any:
     return c10d._get_default_store()
 
 
-def flight_records() -> dict[str, dict[str, Any]]:
-    """Return the last calls as torch's flight recorders hold them, by backend, gloo's last.
+def flight_records() -> dict[str, Any]:
+    """Return the last calls of all backends, as torch's flight recorders dump them.
 
     torch names the ranks of NCCL's groups only; here all living groups have theirs.
     """
-    kinds = {"nccl": "_dump_nccl_trace", "gloo": "_dump_fr_trace"}
-    dumps = {kind: getattr(_bindings, name, None) for kind, name in kinds.items()}
-    found = {kind: pickle.loads(dump(True, True, False)) for kind, dump in dumps.items() if dump}
-    groups = {
-        name: {
-            "name": name,
-            "desc": group.group_desc,
-            "ranks": str(dist.get_process_group_ranks(group)),
-        }
-        for group, name in list(c10d._world.pg_names.items())
-    }
-    return {
-        kind: {**held, "pg_config": {**held.get("pg_config", {}), **groups}}
-        for kind, held in found.items()
-    }
+    held: dict[str, Any] = pickle.loads(_bindings._dump_fr_trace(True, True, False))
+    entries, groups = held.get("entries", []), held["pg_config"]
+    if hasattr(_bindings, "_dump_nccl_trace"):
+        held = pickle.loads(_bindings._dump_nccl_trace(True, True, False))
+        entries = sorted(
+            [*entries, *held.get("entries", [])], key=lambda each: each["time_created_ns"]
+        )
+    for group, name in list(c10d._world.pg_names.items()):
+        ranks = str(dist.get_process_group_ranks(group))
+        groups[name] = {"name": name, "desc": group.group_desc, "ranks": ranks}
+    return {**held, "entries": entries, "pg_config": {**held.get("pg_config", {}), **groups}}
 
 
 def own_address() -> str:

@@ -53,7 +53,7 @@ def test_ranks_write_where_they_are_and_go_on(
     folder = tmp_path / "dump"
     kinds = ("ring", "stacks") if traced else ("stacks",)
     names = [f"rank_0000{rank}.{kind}" for rank in (0, 1) for kind in kinds]
-    names = ["gloo_trace_rank_0", "gloo_trace_rank_1", *names]
+    names = [*names, "torch_trace_rank_0", "torch_trace_rank_1"]
     assert sorted(path.name for path in folder.iterdir()) == names
     assert "hangs" in (folder / "rank_00001.stacks").read_text()
     said = capfd.readouterr().out

@@ -21,7 +21,7 @@ _EXAMPLES = """examples:
   commgrid diagnose commgrid_dump
 
 Writes where all threads of each rank are, rank_00003.stacks, the last calls as torch's own flight
-recorder has them, gloo_trace_rank_3 or nccl_trace_rank_3, and copies its recorded calls,
+recorder has them, torch_trace_rank_3, and copies its recorded calls,
 rank_00003.ring. The job continues. Exit status 1: a rank has written nothing.
 """
 

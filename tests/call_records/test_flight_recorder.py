@@ -1,0 +1,90 @@
+"""Dumps of torch's flight recorder made by hand: what they do not hold is held against no rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from commgrid.call_analysis.diagnosis import diagnose
+from commgrid.call_records.flight_recorder import parse
+
+WORLD = ("0", "default_pg")
+
+
+def entry(turn: int, group: tuple[str, str] = WORLD, **given: Any) -> dict[str, Any]:
+    """An all-reduce of gloo's that has ended."""
+    return {
+        "process_group": group, "pg_id": 0, "collective_seq_id": turn, "record_id": turn - 1,
+        "profiling_name": "gloo:all_reduce", "time_created_ns": 10**9 * turn, "input_sizes": [[4]],
+        "input_dtypes": ["Float"], "output_sizes": [[4]], "output_dtypes": ["Float"],
+        "state": "scheduled", "retired": True, "thread_id": "7", **given,
+    }  # fmt: skip
+
+
+def dump(*entries: dict[str, Any], **given: Any) -> dict[str, Any]:
+    names = {tuple(each["process_group"]) for each in entries} | {WORLD}
+    config = {name: {"name": name, "desc": desc, "ranks": "[0, 1]"} for name, desc in names}
+    return {
+        "version": "2.10", "pg_config": config, "entries": list(entries),
+        "commgrid": {"host": "a", "at": 100.0}, **given,
+    }  # fmt: skip
+
+
+def accused(*dumps: dict[str, Any]) -> list[int]:
+    found = diagnose(parse(list(enumerate(dumps))))
+    return [rank for each in found.causes for rank in each.ranks]
+
+
+OPEN = {"retired": False}
+RIGHT: dict[str, tuple[dict[str, Any], ...]] = {
+    "equal": (dump(entry(1), entry(2)), dump(entry(1), entry(2))),
+    "one is ahead of an asynchronous call": (dump(entry(1), entry(2)), dump(entry(1))),
+    "a name of a later world": (
+        dump(entry(1), entry(2), entry(1, pg_id=4, record_id=2, **OPEN)),
+        dump(entry(1), entry(2), entry(1, pg_id=3, record_id=2, **OPEN)),
+    ),
+    "gloo counts messages": (
+        dump(entry(1), pg_status={"0": {"last_enqueued_collective": 1}}),
+        dump(entry(1), pg_status={"0": {"last_enqueued_collective": 9}}),
+    ),
+    "two backends of one group": (
+        dump(entry(1), entry(1, profiling_name="nccl:all_reduce", pg_id=2, record_id=0)),
+        dump(entry(1), entry(1, profiling_name="nccl:all_reduce", pg_id=5, record_id=0)),
+    ),
+    "a buffer that does not reach back": (
+        dump(entry(1), entry(2), entry(1, ("3", "dp"), pg_id=3, record_id=2, **OPEN)),
+        dump(entry(2), entry(3), entry(4)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_jobs(name: str) -> None:
+    assert accused(*RIGHT[name]) == []
+
+
+WRONG: dict[str, tuple[int, tuple[dict[str, Any], ...]]] = {
+    "it has not come": (1, (dump(entry(1), entry(2, **OPEN)), dump(entry(1)))),
+    "it has made no call": (1, (dump(entry(1, **OPEN)), dump())),
+    "it is in an earlier world": (
+        1,
+        (
+            dump(entry(1), entry(2), entry(1, pg_id=4, record_id=2, **OPEN)),
+            dump(entry(1), entry(2)),
+        ),
+    ),
+    "it has not come on one of two backends": (
+        1,
+        (
+            dump(entry(1), entry(1, profiling_name="nccl:all_reduce", state="started", **OPEN)),
+            dump(entry(1)),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_jobs(name: str) -> None:
+    rank, dumps = WRONG[name]
+    assert accused(*dumps) == [rank]
