@@ -20,7 +20,7 @@ from commgrid.call_analysis.mismatch import mismatches
 from commgrid.call_analysis.program import crossed_group
 from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.straggler import slow_ranks
-from commgrid.call_analysis.wait_end import consequences, ends, lasting
+from commgrid.call_analysis.wait_end import consequences, deaths, ends, lasting
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import flight_recorder
 from commgrid.call_records.trace import Trace
@@ -79,6 +79,8 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         each for each in ends(standings, waits, patience)
         if (each.group, each.members, each.turn) not in known
     ]  # fmt: skip
+    named = {rank for each in late if each.kind == "killed" for rank in each.ranks}
+    late += [each for each in deaths(standings) if not named.issuperset(each.ranks)]
     causes = [*wrong, *sorted(late, key=_order)]
     if not causes and not missing:
         causes = [*slow_ranks(standings)]

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from commgrid.call_analysis.event import EventSide
+from commgrid.call_analysis.standing import Standings
+from commgrid.call_analysis.wait_cycle import for_ever
 from commgrid.call_records.call import Call, Group, Handle
 from commgrid.call_records.trace import Trace
 from commgrid.errors import SpecError
@@ -175,14 +178,37 @@ def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | 
 
 
 def whole(found: Sequence[Trace]) -> list[Trace]:
-    """Traces without the calls that also ranks without a trace take part in."""
-    traced = {trace.rank for trace in found}
+    """Traces with only the calls of which it is known whether all sides issue them.
+
+    It is not known of calls on a communicator whose ranks or records are missing, of messages to a
+    rank that receives from any source, and where a rank has not come to its end: its record goes on
+    or was cut. A rank that waits in a deadlock issues nothing more.
+    """
+    standings = Standings.of(found)
+    waits = [wait for own in standings.waits.values() for wait in own]
+    stuck = {(wait.rank, wait.call.thread) for wait in for_ever(standings, waits)}
+
+    def is_open(rank: int) -> bool:
+        if standings.is_unknown(rank):
+            return True
+        own = {(rank, thread) for thread in standings.threads(rank)}
+        return standings.traces[rank].state not in ("", "ended") and not (own and own <= stuck)
+
+    def is_known(side: EventSide | None) -> bool:
+        if side is None or not side.call.group.ranks:
+            return False
+        ranks = (*side.call.group.ranks, *side.event.needs)
+        return standings.traces.keys() >= set(ranks) and not any(
+            is_open(rank) for rank in standings.absent(side.event)
+        )
+
+    sides = standings.matched.sides
     return [
         replace(
             trace,
             calls=tuple(
-                call for call in trace.calls
-                if traced.issuperset(call.group.ranks)
+                call for call, side in zip(trace.calls, sides[trace.rank], strict=True)
+                if is_known(side)
             ),
         )
         for trace in found

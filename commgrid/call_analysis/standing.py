@@ -6,11 +6,13 @@ call that ended is waited for by no thread, and neither is an asynchronous one b
 On a device a host's wait ends at once and says nothing of the device. There, a thread whose host
 waits in no call stands in its first call that others have not entered, if it needs them to end; a
 broadcast's root does not. Torch's flight recorder holds no waits, but what the device has finished:
-there, a thread stands in the first call that has not ended.
+there, a thread stands in the first call that has not ended. Without a device it may stand in any,
+unless its stacks show that no thread is in torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -20,6 +22,7 @@ from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
 
 _DEVICES = ("nccl", "xccl", "hccl", "cncl", "mccl")
+_WAITS = re.compile(r"/torch/(distributed|autograd|nn/parallel)/")
 _RECENT = 2000  # calls of a rank that are looked at
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 
@@ -152,8 +155,9 @@ class Standings:
     def _unfinished(self, trace: Trace) -> Iterator[Standing]:
         """The calls that have not ended; on a device the first one."""
         first = _first_on_device(trace)
+        may_wait = not trace.stacks or any(_WAITS.search(each) for each in tops(trace.stacks))
         for call, side in zip(trace.calls, self.matched.sides[trace.rank], strict=True):
-            if call.ended is not None or (is_on_device(call) and call is not first):
+            if call.ended is not None or not (call is first if is_on_device(call) else may_wait):
                 continue
             event = None if side is None else side.event
             behind = tuple(
@@ -169,6 +173,13 @@ class Standings:
     ) -> Standing:  # fmt: skip
         seconds = None if trace.at is None else max(trace.at - call.began, 0.0)
         return Standing(trace.rank, call, event, absent, behind, seconds)
+
+
+def tops(stacks: str) -> list[str]:
+    """The line of each thread's innermost frame, as `faulthandler` writes stacks."""
+    return [
+        each.strip().partition("\n")[0] for each in stacks.split("(most recent call first):")[1:]
+    ]
 
 
 def is_on_device(call: Call) -> bool:

@@ -11,6 +11,7 @@ from commgrid.call_analysis.event import Event
 from commgrid.call_analysis.finding import Finding, lasted, said
 from commgrid.call_analysis.standing import Standing, Standings, finding
 from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever
+from commgrid.call_records.call import Group
 
 _NOTED = 3.0  # a process that records notes each second that it runs
 
@@ -20,6 +21,10 @@ def lasting(standings: Standings, patience: float) -> list[Standing]:
 
     What a rank that is gone leaves open always is. A record that was written earlier than the wait
     began does not say what its rank has entered since.
+
+    Args:
+        standings: of all ranks.
+        patience: seconds of a moment.
     """
 
     def is_long(wait: Standing, rank: int) -> bool:
@@ -27,18 +32,30 @@ def lasting(standings: Standings, patience: float) -> list[Standing]:
             return True
         trace = standings.traces[rank]
         mine = standings.traces[wait.rank]
-        until = wait.call.began + wait.seconds
+        seconds = wait.seconds
         is_same = trace.host == mine.host and trace.state in ("", "running", "stopped")
         if is_same and trace.at is not None:
-            until = min(until, trace.at)
-        return until - wait.call.began >= patience
+            seconds = max(min(seconds, trace.at - wait.call.began), 0.0)
+        return seconds >= patience
 
-    found = []
-    for wait in (wait for own in standings.waits.values() for wait in own):
-        absent = tuple(rank for rank in wait.absent if is_long(wait, rank))
-        if absent or (not wait.absent and (wait.seconds is None or wait.seconds >= patience)):
-            found.append(replace(wait, absent=absent))
-    return found
+    found: list[Standing] = []
+    left = [wait for own in standings.waits.values() for wait in own]
+    wanted: set[int] = set()
+    while True:
+        # Of a rank that is waited for, every wait counts.
+        taken = []
+        for wait in left:
+            absent = tuple(r for r in wait.absent if wait.rank in wanted or is_long(wait, r))
+            if absent or (not wait.absent and (wait.seconds is None or wait.seconds >= patience)):
+                taken.append((wait, replace(wait, absent=absent)))
+        if not taken:
+            return found
+        found += [each for _, each in taken]
+        left = [wait for wait in left if all(wait is not each for each, _ in taken)]
+        wanted |= {
+            rank for _, each in taken for rank in each.needs
+            if not standings.is_unknown(rank) and not is_gone(standings, rank, each)
+        }  # fmt: skip
 
 
 def is_gone(standings: Standings, rank: int, wait: Standing) -> bool:
@@ -47,12 +64,37 @@ def is_gone(standings: Standings, rank: int, wait: Standing) -> bool:
     If all were killed at once, none of them was first.
     """
     trace = standings.traces[rank]
-    last = trace.at or 0.0
-    is_first = last < standings.now - _NOTED or any(
+    is_near = (trace.at or 0.0) < wait.call.began + _NOTED
+    return trace.state == "ended" or (_was_killed(standings, rank) and is_near)
+
+
+def _was_killed(standings: Standings, rank: int) -> bool:
+    """Whether a rank was killed, and not all ranks at once."""
+    trace = standings.traces[rank]
+    is_first = (trace.at or 0.0) < standings.now - _NOTED or any(
         other.state != "killed" for other in standings.traces.values()
     )
-    was_killed = trace.state == "killed" and is_first and last < wait.call.began + _NOTED
-    return trace.state == "ended" or was_killed
+    return trace.state == "killed" and is_first
+
+
+def deaths(standings: Standings) -> Iterator[Finding]:
+    """The ranks that were killed, but for those that hung when they were."""
+
+    def hung(wait: Standing) -> bool:
+        known = [each for each in wait.needs if not standings.is_unknown(each)]
+        is_long = (wait.seconds or 0.0) > _NOTED
+        return bool(wait.needs) and (is_long or any(is_gone(standings, r, wait) for r in known))
+
+    for rank, trace in standings.traces.items():
+        if _was_killed(standings, rank) and not any(map(hung, standings.waits[rank])):
+            call = trace.calls[-1] if trace.calls else None
+            group = Group("", ()) if call is None else call.group
+            yield Finding(
+                "killed", (rank,), group.name, group.ranks,
+                "" if call is None else call.operation, _turn(standings, rank),
+                ("?" if call is None else call.where,), (), trace.at or 0.0, None,
+                f"rank {rank} was killed; {_last(standings, rank)}",
+            )  # fmt: skip
 
 
 def ends(standings: Standings, waits: list[Standing], patience: float) -> Iterator[Finding]:
@@ -142,9 +184,16 @@ def _last(standings: Standings, rank: int) -> str:
     calls = standings.traces[rank].calls
     if not calls:
         return "it has issued no call"
-    side = standings.matched.sides[rank][-1]
-    call, turn = calls[-1], (calls[-1].turn or 0) if side is None else side.event.turn
-    return f"its last call was {call.group.first} {call.operation} {turn} at {call.where}"
+    name, operation = calls[-1].group.first, calls[-1].operation
+    return f"its last call was {name} {operation} {_turn(standings, rank)} at {calls[-1].where}"
+
+
+def _turn(standings: Standings, rank: int) -> int:
+    """The turn of a rank's last call."""
+    calls, sides = standings.traces[rank].calls, standings.matched.sides[rank]
+    if not calls or sides[-1] is None:
+        return (calls[-1].turn or 0) if calls else 0
+    return sides[-1].event.turn
 
 
 def _in_turn(waits: list[Standing], others: list[int], rank: int) -> str:

@@ -6,7 +6,7 @@ import pytest
 
 from commgrid.call_analysis.diagnosis import diagnose
 from commgrid.call_analysis.event import match
-from commgrid.call_analysis.program import crossed_group, from_traces
+from commgrid.call_analysis.program import crossed_group, from_traces, whole
 from commgrid.call_analysis.verification import check
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
@@ -148,3 +148,41 @@ def test_threads_of_a_rank_are_programs_of_their_own() -> None:
     late = [one, Call(dp, "all_reduce", thread=1)]
     found = check({0: [*late, other], 1: [late[1], one, other]}, "gloo")
     assert (found.kind, len(found.places)) == ("circle", 2)
+
+
+# -- what is not known of programs ---------------------------------------------------------
+
+PAIR = Group("tp", (0, 1), "tp", "gloo")
+
+
+def status(*found: Trace) -> tuple[bool, int]:
+    """Whether what is known finishes, and how many calls are left out."""
+    known = whole(found)
+    left_out = sum(len(trace.calls) for trace in found) - sum(len(trace.calls) for trace in known)
+    return check(from_traces(known), "gloo").finishes, left_out
+
+
+@pytest.mark.parametrize("state", ["running", "killed", "stopped", "silent", "ended", ""])
+def test_a_program_that_goes_on_or_was_cut_may_issue_the_rest(state: str) -> None:
+    found = (
+        trace(0, done(PAIR), done(PAIR, at=2.0), state=state),
+        trace(1, done(PAIR), state=state),
+    )
+    assert status(*found) == ((False, 0) if state in ("ended", "") else (True, 1))
+
+
+def test_what_is_not_recorded_is_left_out_of_programs() -> None:
+    unknown = done(Group("?", ()))
+    anyone = [done(PAIR, "recv"), done(PAIR, "send", peer=1)]
+    found = (trace(0, unknown, anyone[1]), trace(1, anyone[0], unknown), trace(2))
+    assert status(*found) == (True, 4)
+    assert status(trace(0, done(PAIR)), trace(1, lost=True)) == (True, 1)
+
+
+def test_ranks_in_a_deadlock_issue_nothing_more() -> None:
+    """The job runs, or was stopped: what the ranks wait for is never issued."""
+    other = Group("dp", (0, 1), "dp", "gloo")
+    found = (trace(0, waits(PAIR)), trace(1, waits(other)))
+    assert status(*found) == (False, 0)
+    alone = done(Group("own", (1,), "own"), thread=1)
+    assert status(found[0], trace(1, waits(other), alone)) == (True, 2)

@@ -38,7 +38,7 @@ def kinds(*found: Trace, patience: float = 1.0) -> list[tuple[str, tuple[int, ..
 def test_only_a_thread_that_waits_waits(call: Call, state: str) -> None:
     """Rank 1 comes 20 s later; rank 0 has gone on."""
     found = (trace(0, call, state=state), trace(1, groups=(TP,)))
-    assert kinds(*found) == []
+    assert kinds(*found) == ([("killed", (0,))] if state == "killed" else [])
     assert kinds(trace(0, replace(call, ended=None, waiting=True)), trace(1, groups=(TP,))) == [
         ("not entered", (1,))
     ]
@@ -123,6 +123,35 @@ def test_if_all_were_killed_at_once_none_was_first() -> None:
     assert kinds(found[0], replace(found[1], at=30.0)) == [("killed", (1,))]
 
 
+def test_a_killed_rank_is_named_though_none_has_come_to_wait_for_it() -> None:
+    """The launcher stopped the others at once."""
+    found = diagnose([trace(0, done(TP), state="stopped"), trace(1, done(TP), state="killed")])
+    (cause,) = found.causes
+    assert (cause.kind, cause.ranks, cause.exclude) == ("killed", (1,), (1,))
+    assert str(found) == "rank 1 was killed; its last call was tp all_reduce 0 at a.py:1 f"
+    everyone = [trace(rank, done(TP), state="killed") for rank in range(2)]
+    assert not diagnose(everyone)
+
+
+def test_a_rank_that_was_killed_within_a_call_comes_first() -> None:
+    """It had waited for rank 1 for a moment; after a long wait, rank 1 is the cause."""
+    other = trace(1, groups=(TP,), state="stopped", at=42.0)
+    assert kinds(trace(0, waits(TP, at=40.0), state="killed"), other) == [
+        ("killed", (0,)), ("not entered", (1,))
+    ]  # fmt: skip
+    assert kinds(trace(0, waits(TP, at=20.0), state="killed"), other) == [("not entered", (1,))]
+
+
+def test_a_rank_that_waits_for_a_moment_waits_all_the_same() -> None:
+    """Rank 1 came late into a call, and waits there for rank 2; rank 0 waits for rank 1."""
+    every = Group("all", (0, 1, 2), "all", "gloo")
+    pair = Group("pair", (1, 2), "pair", "gloo")
+    found = diagnose(
+        [trace(0, waits(every)), trace(1, waits(pair, at=40.9)), trace(2, groups=(every, pair))]
+    )
+    assert {each.ranks for each in found.causes} == {(2,)}
+
+
 def test_a_rank_that_waited_before_it_ended_is_not_the_cause() -> None:
     """Rank 1's call timed out, and it ended; rank 2 did not come."""
     every = Group("all", (0, 1, 2), "all", "gloo")
@@ -159,6 +188,18 @@ def test_stacks_say_where_an_absent_rank_is() -> None:
         "rank 1 has not entered tp all_reduce 0, for which rank 0 has waited 40 s at a.py:1 f; it "
         "is in loader.py:88 load; its last call was dp all_reduce 0 at a.py:1 f"
     )
+
+
+def test_a_flight_recorder_without_waits_is_read_with_stacks() -> None:
+    """An asynchronous call has not ended: whether a thread waits for it, stacks may show."""
+    mine = trace(0, done(TP, ended=None), knows_waits=False)
+    absent = trace(1, groups=(TP,), knows_waits=False)
+    assert kinds(mine, absent) == [("not entered", (1,))]
+    assert kinds(replace(mine, stacks=STACKS), absent) == []
+    inside = STACKS.replace("torch/utils/data/dataloader.py", "torch/distributed/c10d.py")
+    assert kinds(replace(mine, stacks=inside), absent) == [("not entered", (1,))]
+    on_device = trace(0, done(ON_DEVICE, ended=None), knows_waits=False, stacks=STACKS)
+    assert kinds(on_device, trace(1, groups=(ON_DEVICE,))) == [("not entered", (1,))]
 
 
 # -- threads -------------------------------------------------------------------------------
