@@ -177,15 +177,13 @@ def _is_one_behind(one: Mapping[int, Call], other: Mapping[int, Call]) -> bool:
 def _uneven(turns: Mapping[int, Event]) -> Iterator[Finding]:
     """The first all-to-all in which a rank sends another amount than the other side expects."""
     for turn in sorted(turns):
-        event = turns[turn]
-        places, calls = range(len(event.needs)), event.calls
-        for i, source in enumerate(event.needs):
+        event, count = turns[turn], len(turns[turn].needs)
+        sizes = {side.rank: side.call.sizes for side in event.sides if side.call.sizes}
+        rows = {rank: each for rank, each in sizes.items() if len(each) == 2 * count}
+        for i, source in enumerate(event.needs if rows else ()):
             for j, target in enumerate(event.needs):
-                if source not in calls or target not in calls:
-                    continue
-                sent, taken = calls[source].sizes, calls[target].sizes
-                if len(sent) == len(taken) == 2 * len(places):
-                    given, expected = sent[j], taken[len(places) + i]
+                if source in rows and target in rows:
+                    given, expected = rows[source][j], rows[target][count + i]
                     if given != expected:
                         yield _of_pair(event, source, target, given, expected)
                         return

@@ -86,6 +86,7 @@ class Standings:
     waits: dict[int, list[Standing]] = field(default_factory=dict)
     now: float = 0.0
     _absent: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of an event
+    _threads: dict[int, dict[int | None, set[int]]] = field(default_factory=dict)  # by rank, group
 
     @classmethod
     def of(cls, found: Iterable[Trace]) -> Standings:
@@ -125,11 +126,15 @@ class Standings:
 
         Args:
             rank: whose.
-            group: only those that have issued one there, if any has.
+            group: only the threads that have issued a call there, if any has.
         """
-        calls, number = self.traces[rank].calls, self.matched.number
-        there = {c.thread for c in calls if group and number(c.group) == number(group)}
-        return there or {call.thread for call in calls}
+        if rank not in self._threads:
+            found = self._threads[rank] = {None: set()}
+            for call in self.traces[rank].calls:
+                for key in (None, self.matched.number(call.group)):
+                    found.setdefault(key, set()).add(call.thread)
+        threads = self._threads[rank]
+        return threads.get(self.matched.number(group) if group else None, threads[None])
 
     def _of_rank(self, rank: int) -> Iterator[Standing]:
         trace, sides = self.traces[rank], self.matched.sides[rank]

@@ -45,7 +45,7 @@ from commgrid.call_records.call import Call, Group, Handle
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 
-__all__ = ["Batch", "Box", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
+__all__ = ["Batch", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
 
 
 @dataclass(frozen=True)
@@ -63,25 +63,6 @@ class Place:
     call: str
     where: str
     why: str
-
-
-@dataclass(frozen=True)
-class Box:
-    """A call of the smallest part that cannot finish.
-
-    Args:
-        call: such as `tp all_reduce 3`.
-        where: its place in the program.
-        stands: whether its rank stands in it.
-        event: a number; calls with the same one belong together.
-        is_over: whether all of its ranks come through it.
-    """
-
-    call: str
-    where: str
-    stands: bool
-    event: int
-    is_over: bool
 
 
 @dataclass(frozen=True)
@@ -134,31 +115,17 @@ class Verdict:
         rank 0  [pp send 0 to rank 1]  pp recv 1 from rank 1
         rank 1  [pp send 0 to rank 0]  pp recv 1 from rank 0
         """
-        width = len(f"rank {max(self.programs, default=0)}")
-        return "\n".join(
-            f"{f'rank {rank}':{width}}  "
-            + "  ".join(f"[{box.call}]" if box.stands else box.call for box in boxes)
-            for rank, boxes in self.rows().items()
-            if boxes
-        )
-
-    def rows(self) -> dict[int, list[Box]]:
-        """The rows to draw: each rank's calls in the smallest part; {}: all finish."""
         laid = lay_out(self.programs, self.rules)
         run(laid)
-        numbers = {id(event): number for number, event in enumerate(laid.events)}
-        found = {}
-        for rank, steps in self.programs.items():
-            sides = [side for at in range(len(steps)) for side in laid.sides[rank].get(at, ())]
+        width = len(f"rank {max(self.programs, default=0)}")
+        lines = []
+        for rank, own in laid.sides.items():
+            sides = [side for each in own.values() for side in each]
             stands = next((side for side in sides if not side.event.is_over), None)
-            found[rank] = [
-                Box(
-                    said(side), side.call.where, side is stands, numbers[id(side.event)],
-                    side.event.is_over,
-                )
-                for side in sides
-            ]  # fmt: skip
-        return found
+            told = [f"[{said(side)}]" if side is stands else said(side) for side in sides]
+            if told:
+                lines.append(f"{f'rank {rank}':{width}}  {'  '.join(told)}")
+        return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -260,17 +227,14 @@ def _waiting(found: list[tuple[Event, EventSide]]) -> tuple[Place, ...]:
 
 
 def _differing(event: Event) -> tuple[Place, ...]:
-    """What each party of ranks that agree issues, by its first rank."""
+    """The calls that differ, each by the first of the ranks that issue it."""
     sides = {side.rank: side for side in event.sides}
-    found = sorted(parties(event.calls), key=lambda party: party.ranks[0])
-    return tuple(
-        Place(
-            ranks[0], said(sides[ranks[0]]), sides[ranks[0]].call.where,
-            f"{said(sides[ranks[0]])}: "
-            f"{both([(ranks, sides[ranks[0]].call.said(), sides[ranks[0]].call.where)])}",
-        )
-        for ranks, _ in found
-    )  # fmt: skip
+    places = []
+    for ranks, _ in sorted(parties(event.calls), key=lambda party: party.ranks[0]):
+        name, call = said(sides[ranks[0]]), sides[ranks[0]].call
+        why = f"{name}: {both([(ranks, call.said(), call.where)])}"
+        places.append(Place(ranks[0], name, call.where, why))
+    return tuple(places)
 
 
 def _missing(event: Event, laid: Laid) -> Place:

@@ -11,7 +11,7 @@ from commgrid.call_analysis.event import Event
 from commgrid.call_analysis.finding import Finding, lasted, said
 from commgrid.call_analysis.standing import Standing, Standings, finding
 from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever
-from commgrid.call_records.call import Group
+from commgrid.call_records.call import Call, Group
 
 _NOTED = 3.0  # a process that records notes each second that it runs
 
@@ -30,32 +30,32 @@ def lasting(standings: Standings, patience: float) -> list[Standing]:
     def is_long(wait: Standing, rank: int) -> bool:
         if standings.is_unknown(rank) or wait.seconds is None or is_gone(standings, rank, wait):
             return True
-        trace = standings.traces[rank]
-        mine = standings.traces[wait.rank]
-        seconds = wait.seconds
-        is_same = trace.host == mine.host and trace.state in ("", "running", "stopped")
-        if is_same and trace.at is not None:
+        trace, seconds = standings.traces[rank], wait.seconds
+        is_same = trace.host == standings.traces[wait.rank].host
+        if is_same and trace.at is not None and trace.state in ("", "running", "stopped"):
             seconds = max(min(seconds, trace.at - wait.call.began), 0.0)
         return seconds >= patience
 
     found: list[Standing] = []
     left = [wait for own in standings.waits.values() for wait in own]
-    wanted: set[int] = set()
-    while True:
-        # Of a rank that is waited for, every wait counts.
-        taken = []
+    wanted: set[int] = set()  # ranks that are waited for: any wait of theirs counts
+    while left:
+        later, count = [], len(found)
         for wait in left:
             absent = tuple(r for r in wait.absent if wait.rank in wanted or is_long(wait, r))
-            if absent or (not wait.absent and (wait.seconds is None or wait.seconds >= patience)):
-                taken.append((wait, replace(wait, absent=absent)))
-        if not taken:
-            return found
-        found += [each for _, each in taken]
-        left = [wait for wait in left if all(wait is not each for each, _ in taken)]
+            is_alone = not wait.absent and (wait.seconds is None or wait.seconds >= patience)
+            if absent or is_alone:
+                found.append(replace(wait, absent=absent))
+            else:
+                later.append(wait)
+        if len(found) == count:
+            break
         wanted |= {
-            rank for _, each in taken for rank in each.needs
-            if not standings.is_unknown(rank) and not is_gone(standings, rank, each)
+            rank for wait in found[count:] for rank in wait.needs
+            if not standings.is_unknown(rank) and not is_gone(standings, rank, wait)
         }  # fmt: skip
+        left = later
+    return found
 
 
 def is_gone(standings: Standings, rank: int, wait: Standing) -> bool:
@@ -87,12 +87,10 @@ def deaths(standings: Standings) -> Iterator[Finding]:
 
     for rank, trace in standings.traces.items():
         if _was_killed(standings, rank) and not any(map(hung, standings.waits[rank])):
-            call = trace.calls[-1] if trace.calls else None
-            group = Group("", ()) if call is None else call.group
+            call = trace.calls[-1] if trace.calls else Call(Group("", ()), "", where="?")
             yield Finding(
-                "killed", (rank,), group.name, group.ranks,
-                "" if call is None else call.operation, _turn(standings, rank),
-                ("?" if call is None else call.where,), (), trace.at or 0.0, None,
+                "killed", (rank,), call.group.name, call.group.ranks, call.operation,
+                _turn(standings, rank), (call.where,), (), trace.at or 0.0, None,
                 f"rank {rank} was killed; {_last(standings, rank)}",
             )  # fmt: skip
 
@@ -107,28 +105,26 @@ def ends(standings: Standings, waits: list[Standing], patience: float) -> Iterat
     """
     stuck = for_ever(standings, waits)
     suspects = [] if stuck else for_ever(standings, waits, suspect=True)
-    wanted: dict[tuple[int, int], list[Standing]] = {}  # by rank and event
+    held: dict[int, set[int]] = {}  # by rank, the threads that wait for others
+    for wait in waits:
+        if wait.needs:
+            held.setdefault(wait.rank, set()).add(wait.call.thread)
+    absent: dict[tuple[int, int], list[Standing]] = {}  # by rank and event
     unknown: dict[int, list[Standing]] = {}
     for wait in waits:
         for rank in wait.absent:
-            if not standings.is_unknown(rank) and not _is_held(standings, waits, rank, wait):
-                wanted.setdefault((rank, id(wait.event)), []).append(wait)
-        if any(standings.is_unknown(rank) for rank in wait.absent):
-            unknown.setdefault(id(wait.event), []).append(wait)
+            if standings.is_unknown(rank):
+                unknown.setdefault(id(wait.event), []).append(wait)
+            elif rank not in held or not standings.threads(rank, wait.call.group) <= held[rank]:
+                absent.setdefault((rank, id(wait.event)), []).append(wait)
         if not wait.needs and (stopped := _stopped(standings, wait, patience)) is not None:
             yield stopped
-    for (rank, _), found in sorted(wanted.items(), key=lambda each: each[1][0].call.began):
+    for (rank, _), found in sorted(absent.items(), key=lambda each: each[1][0].call.began):
         yield _absence(standings, waits, rank, found)
     for found in unknown.values():
         yield _cannot_tell(standings, found)
     for circle in circles(stuck or suspects):
         yield deadlock(standings, circle, is_sure=bool(stuck))
-
-
-def _is_held(standings: Standings, waits: list[Standing], rank: int, wait: Standing) -> bool:
-    """Whether the threads of a rank that use a wait's communicator wait for others."""
-    held = {each.call.thread for each in waits if each.rank == rank and each.needs}
-    return bool(held) and standings.threads(rank, wait.call.group) <= held
 
 
 def _stopped(standings: Standings, wait: Standing, patience: float) -> Finding | None:
@@ -162,20 +158,17 @@ def _absence(
     if wait.call.is_transfer:
         other, way = ("recv", "from") if wait.call.operation == "send" else ("send", "to")
         what = f"{wait.call.group.first} {other} {wait.turn} {way} rank {wait.rank}"
-    kind = "ended early" if is_gone(standings, rank, wait) else "not entered"
-    said_so = f"rank {rank} has not entered {what}"
-    if kind == "ended early" and trace.state == "killed":
-        kind, said_so = "killed", f"rank {rank} was killed before {what}"
-    elif kind == "ended early":
-        said_so = f"rank {rank} ended without entering {what}"
-    elif trace.state == "silent":
+    kind, how = "not entered", f"has not entered {what}"
+    if trace.state == "silent":
         unseen = lasted(max(standings.now - (trace.at or 0.0), 0.0))
-        kind = "silent rank"
-        said_so = f"rank {rank} was not seen for {unseen}, and had not entered {what}"
-    text = (
-        f"{said_so}, for which {said(others)} {wait.waited(len(others))} at {wait.call.where}"
-        f"{_present(trace.stacks)}; {_last(standings, rank)}{_in_turn(waits, others, rank)}"
-    )
+        kind, how = "silent rank", f"was not seen for {unseen}, and had not entered {what}"
+    elif is_gone(standings, rank, wait) and trace.state == "killed":
+        kind, how = "killed", f"was killed before {what}"
+    elif trace.state == "ended":
+        kind, how = "ended early", f"ended without entering {what}"
+    text = f"rank {rank} {how}, for which {said(others)} {wait.waited(len(others))} at "
+    text += f"{wait.call.where}{_present(trace.stacks)}; {_last(standings, rank)}"
+    text += _in_turn(waits, others, rank)
     last = trace.calls[-1].where if trace.calls else "?"
     return finding(kind, (rank,), found, (last, wait.call.where), text)
 
