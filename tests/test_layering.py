@@ -120,7 +120,7 @@ def test_only_the_door_creates_and_destroys_groups() -> None:
 
 THREADS = (
     "store/client.py", "health/channel.py", "recording/remote.py", "health/mailbox.py",
-    "runtime/signals.py",
+    "runtime/signals.py", "recording/dump.py",
 )  # fmt: skip
 """Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""
 STORE = ("store/driver.py", "store/key_wait.py", "store/client.py")
