@@ -12,7 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Partial, Replicate, init_device_mesh
+from torch.distributed._functional_collectives import all_reduce
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 import commgrid
@@ -35,11 +37,20 @@ def of_dtensor(grid: commgrid.HyperCommGrid) -> Callable[[], object]:
     return lambda: part.redistribute(mesh, [Replicate()]).to_local()
 
 
+def of_compiled_code(grid: commgrid.HyperCommGrid) -> Callable[[], object]:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def total(x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = all_reduce(x * 2, "sum", grid.get_group("dp"))
+        return found + 1
+
+    return lambda: total(torch.ones(3)).sum().item()
+
+
 def of_torch(grid: commgrid.HyperCommGrid) -> Callable[[], object]:
     return lambda: dist.all_reduce(torch.ones(3), group=grid.get_group("dp"))
 
 
-KINDS = {"ddp": of_ddp, "dtensor": of_dtensor, "torch": of_torch}
+KINDS = {"ddp": of_ddp, "dtensor": of_dtensor, "compiled": of_compiled_code, "torch": of_torch}
 
 
 def one_is_late(folder: str, kind: str) -> None:
