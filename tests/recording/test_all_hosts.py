@@ -24,6 +24,7 @@ from tests.waiting import comes, until_waits
 def on_two_hosts(folder: str, is_whole: bool) -> None:
     """Ranks 2 and 3 have another folder of notes, as on another host. Rank 3 does not record."""
     faulthandler.unregister(signal.SIGUSR1)  # that of the tests' harness
+    os.chdir(folder)  # where a rank that records in memory writes at the signal
     rank = int(os.environ["RANK"])
     tempfile.tempdir = f"{folder}/host_{rank // 2}"
     os.makedirs(tempfile.tempdir, exist_ok=True)

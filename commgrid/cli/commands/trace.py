@@ -18,11 +18,11 @@ from commgrid.call_records.trace import Trace
 from commgrid.cli.flags import file_of, whole
 from commgrid.cli.grid_options import new_command, refuse_unused
 from commgrid.cli.output import give
-from commgrid.cli.side_by_side import side_by_side, steps_table, waited_in_steps
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks
 from commgrid.viz.page import draw_trace_page, write_page
+from commgrid.viz.side_by_side import side_by_side, steps_table, waited_in_steps
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py

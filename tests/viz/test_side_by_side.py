@@ -14,7 +14,7 @@ from commgrid.call_records.call import Call, Group
 from commgrid.call_records.contents import as_dict
 from commgrid.call_records.trace import Trace
 from commgrid.cli import main
-from commgrid.cli.side_by_side import side_by_side, steps_table, waited_in_steps
+from commgrid.viz.side_by_side import side_by_side, steps_table, waited_in_steps
 from tests.docs import pages
 from tests.records import save
 
