@@ -153,12 +153,11 @@ def test_the_command_chooses_ranks_and_a_group(
     [
         ("--ranks 7", "--ranks 7: {} has records of ranks 0-3"),
         ("--group pp", "--group pp: no call is on it; those recorded are on cp, dp, tp"),
-        ("--group dp --top 3", "--top 3: would change nothing; it is about the table of sums"),
-        ("--steps --last 3", "--last 3: would change nothing; it is not about --steps"),
-        ("-o a.html --steps", "--steps: would change nothing; it is about tables; leave -o out"),
+        ("--steps --last 3", "--last not allowed with argument --steps"),
+        ("-o a.html --steps", "--steps not allowed with argument -o/--output"),
     ],
 )
-def test_flags_that_change_nothing(
+def test_flags_that_do_not_fit(
     folder: Path, flags: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["trace", str(folder), *flags.split()]) == 2

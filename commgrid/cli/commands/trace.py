@@ -16,7 +16,7 @@ from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.timeline import as_events
 from commgrid.call_records.trace import Trace
 from commgrid.cli.flags import file_of, whole
-from commgrid.cli.grid_options import new_command, refuse_unused
+from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
@@ -46,30 +46,24 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of COMMGRID_TRACE")
-    parser.add_argument(
+    parser.add_argument("--ranks", metavar="LIST", help="only these, as 0-7,16")
+    parser.add_argument("--group", metavar="NAME", help="only calls on this group")
+    shown = parser.add_mutually_exclusive_group()
+    shown.add_argument("--top", type=whole(1), metavar="N", help="lines of the table (default 30)")
+    shown.add_argument(
+        "--last", type=whole(1), metavar="N",
+        help="the last calls side by side: a row each, a column for each rank",
+    )  # fmt: skip
+    shown.add_argument(
+        "--steps", action="store_true", help="seconds that each rank has waited in each step"
+    )
+    shown.add_argument(
         "-o", "--output", type=file_of(".html", ".json"), metavar="FILE",
         help="a page, .html, or a Chrome trace for Perfetto, .json",
     )  # fmt: skip
-    parser.add_argument("--ranks", metavar="LIST", help="only these, as 0-7,16")
-    parser.add_argument("--group", metavar="NAME", help="only calls on this group, side by side")
-    parser.add_argument(
-        "--last", type=whole(1), metavar="N",
-        help="the last calls side by side: a row each, a column for each rank (default 20)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--steps", action="store_true", help="seconds that each rank has waited in each step"
-    )
-    parser.add_argument("--top", type=whole(1), metavar="N", help="lines of the table (default 30)")
 
 
 def run(args: argparse.Namespace) -> int:
-    is_side_by_side = args.group is not None or args.last is not None
-    if args.output is not None:
-        refuse_unused(args, ["last", "steps", "top"], "is about tables; leave -o out")
-    elif args.steps:
-        refuse_unused(args, ["group", "last", "top"], "is not about --steps")
-    elif is_side_by_side or args.json:
-        refuse_unused(args, ["top"], "is about the table of sums")
     found = _chosen(trace_files.read(args.folder), args)
     if args.output is not None:
         _write(found, args)
@@ -77,8 +71,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.steps:
         text = steps_table(waited_in_steps(found))
-    elif is_side_by_side:
-        text = side_by_side(found, args.last or 20)
+    elif args.last is not None:
+        text = side_by_side(found, args.last)
     else:
         text = _summary(found, args.top or 30)
     give(args, lambda: as_dict_of(found), lambda: text)
@@ -103,11 +97,8 @@ def _chosen(found: Sequence[Trace], args: argparse.Namespace) -> list[Trace]:
         listed = ", ".join(sorted(names)) or "none"
         raise SpecError(f"--group {args.group}: no call is on it; those recorded are on {listed}")
     return [
-        replace(
-            trace,
-            calls=tuple(c for c in trace.calls if args.group in c.group.name.split(",")),
-        )
-        for trace in kept
+        replace(t, calls=tuple(c for c in t.calls if args.group in c.group.name.split(",")))
+        for t in kept
     ]
 
 
