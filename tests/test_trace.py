@@ -213,21 +213,25 @@ def test_what_others_put_around_it_stays_and_nothing_is_recorded_twice(grid: Any
     assert vars(dist.ProcessGroup)["broadcast"] is plain
 
 
-def test_a_batch_that_has_one_work_is_over_when_that_is(grid: Any) -> None:
+def test_a_batch_that_has_one_work_is_over_when_that_is(
+    grid: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As NCCL's: calls of a batch return nothing to wait for, the batch one work for all."""
     group = grid.get_group("dp")
+    (work,) = [dist.broadcast(torch.ones(1), 0, group, async_op=True)]
+    monkeypatch.setattr(dist.ProcessGroup, "send", lambda *_: None)
+    monkeypatch.setattr(dist.ProcessGroup, "_end_coalescing", lambda *_: work)
     commgrid.trace.start()
-
-    def started(ops: Any) -> list[Any]:
-        for _ in ops:
-            dist.broadcast(torch.ones(2), 0, group)
-        return [dist.broadcast(torch.ones(1), 0, group, async_op=True)]
-
-    (work,) = torch_calls._as_batch(started)([None, None])
-    *_, last = commgrid.trace.recorded().calls
-    assert last.ended is None
-    work.wait()
-    assert commgrid.trace.recorded().calls[-1].ended is not None
+    try:
+        with torch_calls.batched():
+            for _ in range(2):
+                assert dist.ProcessGroup.send(group, [torch.ones(1)], 0, 0) is None
+            assert dist.ProcessGroup._end_coalescing(group, torch.device("cpu")) is work
+        assert [call.ended for call in commgrid.trace.recorded().calls[-2:]] == [None, None]
+        work.wait()
+        assert None not in [call.ended for call in commgrid.trace.recorded().calls[-2:]]
+    finally:
+        commgrid.trace.stop()
 
 
 def test_nothing_recorded_is_said() -> None:

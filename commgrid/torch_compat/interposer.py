@@ -11,11 +11,15 @@ collectives (DTensor's, and what torch.compile has taken in), and a backend call
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from functools import wraps
+from inspect import unwrap
+from operator import index
+from types import FrameType
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from weakref import ref
 
@@ -23,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.call_records.operations import Alike, Operation, alike, methods
+from commgrid.call_records.operations import TRANSFERS, Alike, Operation, alike, methods
 from commgrid.torch_compat import mesh
 from commgrid.torch_compat.mesh import Replaced, replace
 from commgrid.torch_compat.world import seeing
@@ -98,7 +102,8 @@ class Listener(Protocol):
         ...
 
     def failed(self, call: object) -> None:
-        """The call, or the wait for it, has raised torch's error; this may raise another."""
+        """The call was not made, since torch or another listener has raised; this may raise another
+        error. `issued` is not called then."""
         ...
 
     def waits(self, work: dist.Work) -> None:
@@ -138,24 +143,17 @@ class ByIdentity(Generic[Value]):
         return found
 
 
-class _None:
-    """Stands for a missing reduction."""
-
-    name = ""
-
-
-_NONE = _None()
-
-
 class _Batching(threading.local):
     """The batch of a thread.
 
     Args:
         number: of the batch; 0: none.
-        last: the values that listeners returned for its last call.
+        next: the number of torch's batch of messages, for the calls that it makes.
+        last: the values that listeners returned for its last call that had no work.
     """
 
     number = 0
+    next = 0
     last: Sequence[tuple[Listener, object]] = ()
 
 
@@ -172,7 +170,7 @@ def batched() -> Iterator[None]:
     try:
         yield
     finally:
-        _batching.number, _batching.last = 0, ()
+        _batching.number = 0
 
 
 def batch() -> int:
@@ -182,7 +180,6 @@ def batch() -> int:
 
 _lock = threading.Lock()
 _listeners: tuple[Listener, ...] = ()
-_now = threading.local()
 _replaced: dict[tuple[Any, str], Replaced] = {}
 """By class and method."""
 
@@ -228,9 +225,10 @@ def _put_in_place() -> None:
     for kind in kinds:
         if "wait" in vars(kind):  # that of the fake world has its own
             _replace(kind, "wait", _telling_wait(kind.wait))
-    batched = _as_batch(dist.batch_isend_irecv)
-    for module in (dist, dist.distributed_c10d):
-        _replace(module, "batch_isend_irecv", batched)
+    # Not torch's batch itself, which programs may have imported by name.
+    module, group = dist.distributed_c10d, dist.ProcessGroup
+    _replace(module, "_check_p2p_op_list", _beginning(module._check_p2p_op_list))
+    _replace(group, "_end_coalescing", _ending(group._end_coalescing))
 
 
 def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -239,39 +237,33 @@ def _replace(kind: Any, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., Any]:
-    at, peer_at, reduces = operation.tensors, operation.peer, operation.reduces
-    output_at = operation.outputs if operation.sizes == "outputs" else None
+    is_transfer = operation.name in TRANSFERS
 
     @wraps(method)
     def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
         # Not `group`: errors name the caller's function (`commgrid.recording.places`).
-        given = args[at] if at is not None and len(args) > at else ()
-        options_given = args[-1] if args else options.get("opts")
-        peer = output = None
-        if peer_at is not None and len(args) > peer_at:
-            held = args[peer_at]
-            peer = held if isinstance(held, int) else getattr(held, "rootRank", None)
-        if output_at is not None and len(args) > output_at:
-            output = sum(each.nbytes for each in _flat(args[output_at]))
-        reduction = ""
-        if reduces:
-            reduction = getattr(getattr(options_given, "reduceOp", None), "op", _NONE).name
-        made = Arguments(operation.name, _flat(given), peer, output, reduction)
-        listeners = _listeners
-        _now.blocking = options_given is not None and not getattr(options_given, "asyncOp", True)
-        began = [(each, each.begins(its_group, made)) for each in listeners]
-        span = _span(its_group, made) if _is_profiling() else _NO_SPAN
+        made = _read(operation, its_group, args, options)
+        began: list[tuple[Listener, object]] = []
+        in_batch = is_transfer and not _batching.number and _is_in_batch(sys._getframe(1))
+        if in_batch:
+            _batching.number = _batching.next
         try:
-            with span:
+            for listener in _listeners:
+                began.append((listener, listener.begins(its_group, made)))
+            with _span(its_group, made) if _is_profiling() else _NO_SPAN:
                 work = method(its_group, *args, **options)
-        except RuntimeError:
+        except BaseException:
             for listener, call in began:
                 listener.failed(call)
             raise
-        for listener, call in began:
-            listener.issued(call, work)
-        if _batching.number:
-            _batching.last = began
+        else:
+            for listener, call in began:
+                listener.issued(call, work)
+            if work is None and _batching.number:
+                _batching.last = began
+        finally:
+            if in_batch:
+                _batching.number = 0
         return work
 
     return call
@@ -288,17 +280,138 @@ def _span(its_group: dist.ProcessGroup, made: Arguments) -> AbstractContextManag
     return torch.profiler.record_function(f"{first} {made.operation}")
 
 
-def _as_batch(function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
-    def batch_isend_irecv(ops: list[dist.P2POp], *args: Any, **options: Any) -> Any:
-        with batched():
-            works = function(ops, *args, **options)
-            if len(works) == 1:  # NCCL's for all of them: the last call gets it
-                for listener, call in _batching.last:
-                    listener.issued(call, works[0])
-        return works
+# -- arguments --------------------------------------------------------------------------
 
-    return batch_isend_irecv
+_OPTIONS = {
+    kind for name, kind in vars(dist.distributed_c10d).items() if name.endswith("Options")
+}  # fmt: skip
+_REDUCTIONS = {dist.ReduceOp, type(dist.ReduceOp.SUM)}
+_PLACES = {
+    **dict.fromkeys(
+        ("tensors", "tensor", "output_tensors", "output_tensor", "output", "outputs",
+         "outputTensor", "output_lists"), 0,
+    ),
+    **dict.fromkeys(
+        ("input_tensors", "input_tensor", "input", "inputs", "inputTensor", "input_list"), 1
+    ),
+    "dstRank": 1, "srcRank": 1, "tag": 2, "output_split_sizes": 2, "input_split_sizes": 3,
+}  # fmt: skip
+"""Places of arguments that have a keyword; those of roots differ, and options have none."""
+
+
+def _read(
+    operation: Operation, its_group: dist.ProcessGroup, args: Sequence[Any], options: dict[str, Any]
+) -> Arguments:
+    """What torch was given, in any of the forms that its methods take."""
+    try:
+        found = _in_place(operation, args, options) if options else args
+        name = operation.name
+        tensors = _flat(_at(found, operation.tensors))
+        peer = _at(found, operation.peer)
+        reduction, held = "SUM" if operation.reduces else "", None
+        for each in found:
+            if type(each) in _OPTIONS:
+                held = each
+                each = getattr(held, "reduceOp", None)
+            if operation.reduces and type(each) in _REDUCTIONS:
+                reduction = getattr(each, "op", each).name
+        if operation.peer is not None:
+            peer = held.rootRank if held is not None else index(peer)
+        output: int | None = None
+        tag, sizes = 0, tuple[int, ...]()
+        if operation.sizes == "outputs":
+            output = sum(each.nbytes for each in _flat(found[operation.outputs or 0]))
+        elif name == "all_to_all":
+            sizes = _sizes(tensors, _at(found, 3), its_group)
+        elif name in TRANSFERS:
+            tag = _tag(index(found[1 if operation.peer is None else 2]), its_group, tensors)
+        return Arguments(name, tensors, peer, output, reduction, tag, sizes)
+    except Exception:  # torch says what is wrong with it, or takes more than is known here
+        return Arguments(operation.name, (), None, None, "")
+
+
+def _at(found: Sequence[Any], place: int | None) -> Any:
+    return found[place] if place is not None and place < len(found) else None
+
+
+def _in_place(operation: Operation, args: Sequence[Any], options: dict[str, Any]) -> Sequence[Any]:
+    """Arguments in the places in which they stand without keywords."""
+    found = dict(enumerate(args))
+    others = itertools.count(_MOST_ARGUMENTS)
+    for name, value in options.items():
+        place = operation.peer if name == "root" else _PLACES.get(name)
+        found[next(others) if place is None else place] = value
+    return [found.get(place) for place in range(max(found, default=-1) + 1)]
+
+
+_MOST_ARGUMENTS = 5
+
+
+def _sizes(
+    tensors: Sequence[Tensor], split: Sequence[int] | None, its_group: dist.ProcessGroup
+) -> tuple[int, ...]:
+    """Bytes for each member: of a list of tensors, or of one that is split."""
+    members = its_group.size()
+    if split is None and len(tensors) == members:
+        return tuple(each.nbytes for each in tensors)
+    (tensor,) = tensors
+    if not split:
+        return (tensor.nbytes // members,) * members
+    row = tensor.nbytes // max(len(tensor), 1)
+    return tuple(int(each) * row for each in split)
+
+
+def _tag(tag: int, its_group: dist.ProcessGroup, tensors: Sequence[Tensor]) -> int:
+    """A message's tag, where the backend matches by it."""
+    if not tag or its_group._get_backend(tensors[0].device).name().lower() != "gloo":
+        return 0
+    return tag
+
+
+def _flat(given: Any) -> Sequence[Tensor]:
+    """The tensors of an argument: one, a list, or a list of lists."""
+    if isinstance(given, Tensor):
+        return (given,)
+    if isinstance(given, list | tuple):
+        if given and isinstance(given[0], list | tuple):
+            return [tensor for inner in given for tensor in inner]
+        return given
+    return ()
+
+
+# -- batches ----------------------------------------------------------------------------
+
+_BATCH = unwrap(dist.batch_isend_irecv).__code__
+
+
+def _is_in_batch(frame: FrameType | None) -> bool:
+    """Whether a function of torch's that sends or receives was called by torch's batch."""
+    return frame is not None and frame.f_back is not None and frame.f_back.f_code is _BATCH
+
+
+def _beginning(check: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(check)
+    def checked(*args: Any, **options: Any) -> Any:
+        _batching.next = next(_batches)
+        return check(*args, **options)
+
+    return checked
+
+
+def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
+    """NCCL has one work for all messages of a batch: the last one gets it."""
+
+    @wraps(method)
+    def end(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+        work = method(its_group, *args, **options)
+        last, before = _batching.last, _batching.number
+        _batching.last, _batching.number = (), before or _batching.next
+        for listener, call in last if work is not None else ():
+            listener.issued(call, work)
+        _batching.number = before
+        return work
+
+    return end
 
 
 def _telling_wait(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -320,23 +433,7 @@ def _telling_wait(method: Callable[..., Any]) -> Callable[..., Any]:
     return wait
 
 
-def is_blocking() -> bool:
-    """Within `begins`: whether the call is known to be waited for at once; no transfer is."""
-    return bool(_now.blocking)
-
-
 def plain_wait(work: dist.Work, timeout: timedelta) -> None:
     """torch's own wait, which tells no listener."""
     held = _replaced.get((dist.Work, "wait"))
     (dist.Work.wait if held is None else held.before)(work, timeout)
-
-
-def _flat(given: Any) -> Sequence[Tensor]:
-    """The tensors of an argument: one, a list, or a list of lists."""
-    if isinstance(given, Tensor):
-        return (given,)
-    if isinstance(given, list | tuple):
-        if given and isinstance(given[0], list | tuple):
-            return [tensor for inner in given for tensor in inner]
-        return given
-    return ()
