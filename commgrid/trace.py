@@ -35,7 +35,7 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     Args:
         capacity: how many calls are kept, the last ones; 136 bytes each.
     """
-    if recorder.current() is not None:
+    if is_on():
         return
     started = recorder.start(capacity)
     _kept[:] = [started]
@@ -66,7 +66,8 @@ def step(number: int) -> None:
 
 def is_on() -> bool:
     """Whether this process records."""
-    return recorder.current() is not None
+    found = recorder.current()
+    return found is not None and found.is_asked
 
 
 def recorded() -> Trace:

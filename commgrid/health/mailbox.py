@@ -1,6 +1,7 @@
 """Short messages between two ranks beside torch, sent without waiting.
 
-A rank connects to another when it first has something for it. Messages of one rank arrive in the
+A message is three numbers, 24 bytes, or a value in JSON. A rank connects to another when it first
+has something for it. Messages of one rank arrive in the
 order in which it sent them. The caller reads them, when it has use for them: a thread that woke up
 for each would take the interpreter from the program. A thread only empties the sockets now and
 then, so that no sender ever waits.
@@ -11,9 +12,10 @@ from __future__ import annotations
 import json
 import selectors
 import socket
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
@@ -23,9 +25,11 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
 from commgrid.store.hosts import listening
 
+_NUMBERS = struct.Struct("<QQQ")  # the first one 0: so many bytes of JSON follow
 _LONGEST = 1 << 20
 _LONGEST_GREETING = 1 << 12
 _CLOSED = 0.05  # seconds between two looks at a closed mailbox
+_BRIEF = 0.002  # seconds for which another reader is waited for, where nothing else is
 _EMPTIED = 0.2  # seconds between two times that the thread empties the sockets
 
 
@@ -69,13 +73,20 @@ class Mailbox:
         self._thread = threading.Thread(target=self._run, name="commgrid mailbox", daemon=True)
         self._thread.start()
 
-    def send(self, rank: int, message: Any) -> bool:
-        """Sends a message; False where the other is gone.
+    def send(self, rank: int, numbers: tuple[int, int, int]) -> bool:
+        """Sends three numbers below 2**64, the first one not 0; False where the other is gone.
 
         Raises:
             NoMailboxError: the other has made none, for `Timeouts.connect`.
         """
-        data = json.dumps(message).encode() + b"\n"
+        return self._send(rank, _NUMBERS.pack(*numbers))
+
+    def tell(self, rank: int, value: Any) -> bool:
+        """Sends a value that JSON can hold, likewise."""
+        data = json.dumps(value).encode()
+        return self._send(rank, _NUMBERS.pack(0, 0, len(data)) + data)
+
+    def _send(self, rank: int, data: bytes) -> bool:
         with self._lock:
             if self._closed.is_set():
                 return False
@@ -134,28 +145,38 @@ class Mailbox:
         Returns:
             Whether there was anything to read.
         """
-        with self._reading:
+        # Another reader passes on what comes meanwhile.
+        if not self._reading.acquire(timeout=-1 if seconds else _BRIEF):
+            return False
+        try:
             if is_enough():
                 return False
             if self._closed.is_set():
                 time.sleep(min(seconds, _CLOSED))
                 return False
             ready = self._selector.select(seconds)
-            for key, _ in ready:
-                connection = key.fileobj
-                assert isinstance(connection, socket.socket)
-                if connection is self._server:
-                    with suppress(OSError):
-                        made, _ = self._server.accept()
-                        self._selector.register(made, selectors.EVENT_READ)
-                        self._senders[made] = (bytearray(), [])
-                elif not self._read(connection, *self._senders[connection]):
-                    self._selector.unregister(connection)
-                    connection.close()
-                    _, who = self._senders.pop(connection)
-                    if who:
-                        self._heard(who[0], None)
+            is_new = [self._receive(key.fileobj) for key, _ in ready]
+            while any(is_new):  # what new connections have brought
+                is_new = [self._receive(key.fileobj) for key, _ in self._selector.select(0)]
             return bool(ready)
+        finally:
+            self._reading.release()
+
+    def _receive(self, connection: Any) -> bool:
+        """Read from a connection, or accept a new one; return whether it is new."""
+        if connection is self._server:
+            with suppress(OSError):
+                made, _ = self._server.accept()
+                self._selector.register(made, selectors.EVENT_READ)
+                self._senders[made] = (bytearray(), [])
+                return True
+        elif not self._read(connection, *self._senders[connection]):
+            self._selector.unregister(connection)
+            connection.close()
+            _, who = self._senders.pop(connection)
+            if who:
+                self._heard(who[0], None)
+        return False
 
     def _read(self, connection: socket.socket, inbox: bytearray, who: list[int]) -> bool:
         """Read new messages; return whether the connection stays open."""
@@ -164,20 +185,37 @@ class Mailbox:
         except OSError:
             return False
         inbox += data
-        if not who and len(inbox) > _LONGEST_GREETING and b"\n" not in inbox[:_LONGEST_GREETING]:
+        try:
+            if not who:
+                if b"\n" not in inbox[:_LONGEST_GREETING]:
+                    return bool(data) and len(inbox) < _LONGEST_GREETING
+                end = inbox.index(b"\n")
+                secret, rank = json.loads(inbox[:end])
+                if secret != self._secret:
+                    return False
+                who.append(int(rank))
+                del inbox[: end + 1]
+            messages = list(_messages(inbox))
+        except (ValueError, TypeError, RecursionError):
             return False  # not from a process of commgrid
-        *lines, rest = bytes(inbox).split(b"\n")
-        inbox[:] = rest
-        for line in lines:
-            try:
-                message = json.loads(line)
-                if not who:
-                    secret, rank = message
-                    if secret != self._secret:
-                        return False
-                    who.append(int(rank))
-                    continue
-            except (ValueError, TypeError, RecursionError):
-                return False  # not from a process of commgrid
+        for message, _ in messages:
             self._heard(who[0], message)
+        if messages:
+            del inbox[: messages[-1][1]]
         return bool(data) and len(inbox) < _LONGEST
+
+
+def _messages(inbox: bytearray) -> Iterator[tuple[Any, int]]:
+    """The whole messages of an inbox, each with the number of bytes up to its end."""
+    at = 0
+    while at + _NUMBERS.size <= len(inbox):
+        numbers = _NUMBERS.unpack_from(inbox, at)
+        at += _NUMBERS.size
+        if numbers[0]:
+            yield numbers, at
+            continue
+        end = at + numbers[2]
+        if end > len(inbox):
+            return
+        yield json.loads(inbox[at:end]), end
+        at = end

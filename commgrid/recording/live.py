@@ -1,119 +1,104 @@
 """Compares what the members of each communicator issue, call by call, while they issue it.
 
-    dp of ranks 0, 2, 4, 6:  0 ──► 2 ──► 4 ──► 6 ──► 0      each tells the next what it issues
+    dp of ranks 0, 2, 4, 6:  0 ◄─► 2 ◄─► 4 ◄─► 6 ◄─► 0      each tells both neighbours
 
-Before a call is made, what it is goes to the next member, and before its result is waited for, what
-the previous one has sent is compared with it. The first that differ are an error on both, which
-name both lines; the others read it at the store. A wait of more than a moment looks at what those
-do whom it waits for: ranks that wait for each other across groups are an error on all of them.
+Before a call is made, its digest goes to both neighbours, and theirs, if they have come, are
+compared with it: whichever of two ranks comes later finds a difference, and does not make the call.
+Only then do the two send each other words. A wait of more than a moment asks all ranks for their
+records (`commgrid.recording.remote`): ranks that wait for each other are an error on all of them.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from commgrid.call_analysis.wait_cycle import circle_through
-from commgrid.call_records.operations import TRANSFERS, described
-from commgrid.errors import CommGridError, GridMismatchError, SpecError
+from commgrid.call_analysis.mismatch import difference
+from commgrid.call_records import files as trace_files
+from commgrid.call_records.call import Call, Group
+from commgrid.call_records.operations import TRANSFERS, Alike
+from commgrid.errors import GridMismatchError, SpecError
 from commgrid.health.mailbox import Mailbox, NoMailboxError
 from commgrid.recording import dump, recorder, remote
-from commgrid.recording.places import caller, place_of
-from commgrid.recording.recorder import ObservedGrid
+from commgrid.recording.counterpart import (
+    ANY_SOURCE,
+    KEPT,
+    TAKEN_BACK,
+    Counterpart,
+    Words,
+    is_plain,
+    number,
+    way_of,
+)  # fmt: skip
+from commgrid.recording.places import group_of
+from commgrid.recording.recorder import Begun, ObservedGrid
 from commgrid.recording.stacks import announce, withdraw
-from commgrid.store.client import PatientStore
+from commgrid.rendezvous.timeouts import timeouts
+from commgrid.store.client import Asked, PatientStore
 from commgrid.store.key_wait import connection_of
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat import world as torch_world
 
 MOMENT = 1.0
 """Seconds that a wait may last before it looks at what others do."""
 
-_KEPT = 1024  # calls of each communicator that are held against others'
-_GLOO_SECONDS = 0.05  # that an asynchronous call on gloo waits for the other's
-_MOST_ASKED = 16  # members whose state is read in one look
-_DEEPEST = 16  # ranks of a circle
-
 
 @dataclass(slots=True, eq=False)
-class Issued:
-    """One call of this rank.
+class Channel:
+    """A communicator of the grid, and its links.
 
     Args:
-        channel: its communicator.
-        way: what it is counted by: the communicator's names, and for a transfer the two ranks.
-        turn: how many were issued of these before.
-        kind: what has to be alike.
-        words: what it is, for messages.
-        where: file and line.
-        source: the rank whose message it is compared with.
-        seen: whether it was.
+        group: as records know it.
+        links: of collectives ("", None, 0): with the previous member and the next one; of messages
+            by operation, peer and tag.
+        met: ranks that messages were exchanged with.
     """
+
+    group: Group
+    links: dict[tuple[str, int | None, int], tuple[Counterpart, ...]] = field(default_factory=dict)
+    met: set[int] = field(default_factory=set)
+
+
+class Issued(NamedTuple):
+    """One call of this rank: its communicator, its links, the earlier rank's first, its record."""
 
     channel: Channel
-    way: str
-    turn: int
-    kind: list[Any]
-    words: str
-    where: str
-    source: int
-    seen: bool = False
-
-
-@dataclass(frozen=True)
-class Channel:
-    """A communicator of the grid.
-
-    Args:
-        names: with commas.
-        ranks: its members.
-        place: this rank's among them.
-        polls: whether a wait for a collective may be made in parts, as on gloo.
-    """
-
-    names: str
-    ranks: tuple[int, ...]
-    place: int
-    polls: bool
+    links: tuple[Counterpart, ...]
+    begun: Begun
+    is_transfer: bool
 
 
 class OrderCheck:
-    """Hears of every call on the communicators of a grid, before it is made.
+    """Compares every call on the communicators of a grid before it is made.
 
     Args:
         grid: of which all ranks make one.
     """
 
     def __init__(self, grid: ObservedGrid) -> None:
-        self._grid, self._rank = grid, grid.rank
+        self._grid, self._records, self._rank = grid, recorder.hold(), grid.rank
         self._base = f"commgrid/order/{grid.identity}"
         # A server that is stopped must not hold who ends the grid because of it.
-        own = connection_of(torch_world.world_store())
-        self._store = PatientStore(own)
-        self._channels: WeakKeyDictionary[dist.ProcessGroup, Channel] = WeakKeyDictionary()
+        self._store = PatientStore(connection_of(torch_world.world_store()))
+        self._channels: torch_calls.ByIdentity[Channel] = torch_calls.ByIdentity()
+        self._links: dict[tuple[int, int], Counterpart] = {}
+        self._digests: dict[Alike, int] = {}
+        self._agree: set[tuple[int, int]] = set()  # digests of calls that differ in the unknown
         self._pending: torch_calls.ByIdentity[Issued] = torch_calls.ByIdentity()
-        self._turns: dict[str, int] = {}
-        self._theirs: dict[str, OrderedDict[int, list[Any]]] = {}
         self._gone: set[int] = set()
-        self._open: set[str] = set()  # communicators, and ranks that receive from any source there
-        self._circle: list[Any] = []  # as the last look has found it
+        self._asked: Asked | None = None
         self._lock = threading.RLock()
         self._mail = Mailbox(
             self._rank, PatientStore(connection_of(self._store)),
             self._base, torch_world.own_address(), self._heard,
         )  # fmt: skip
-        self._refresh()
         torch_calls.listen(self)
         grid.before_destroy(self.close)
 
@@ -121,156 +106,150 @@ class OrderCheck:
         """Hears no more."""
         torch_calls.stop(self)
         self._mail.close()
-        self._delete_state()
+        recorder.release(self._records)
+        remote.follow()
 
-    def _refresh(self) -> None:
-        """Knows the grid's communicators, some of which may be new after a suspension."""
-        for each in self._grid.communicators:
-            if len(each.ranks) > 1 and not each.suspended:
-                self._channels[each.group] = Channel(
-                    ",".join(each.names), each.ranks, each.ranks.index(self._rank),
-                    "gloo" in torch_groups.backend_of(each.group),
-                )  # fmt: skip
+    def _channel(self, its_group: dist.ProcessGroup) -> Channel | None:
+        """A communicator of the grid's, which may be new after a suspension; None: another one."""
+        found = self._channels.get(its_group)
+        if found is None and its_group.size() > 1:
+            for each in self._grid.communicators:
+                if not each.suspended and each.group is its_group:
+                    found = self._channels[its_group] = Channel(group_of(its_group))
+        return found
+
+    def _links_of(self, channel: Channel, made: torch_calls.Arguments) -> tuple[Counterpart, ...]:
+        """The links of a call; of a receipt from any source, those with all members."""
+        is_transfer = made.operation in TRANSFERS
+        of = (made.operation, made.peer, made.tag) if is_transfer else ("", None, 0)
+        if of not in channel.links:
+            ranks, others = channel.group.ranks, tuple[int, ...]()
+            if not is_transfer:
+                place = ranks.index(self._rank)
+                others = ranks[place - 1], ranks[(place + 1) % len(ranks)]
+            else:
+                others = ranks if made.peer is None else (ranks[made.peer],)
+            channel.links[of] = tuple(
+                self._counterpart(
+                    rank, way_of(channel.group, made.operation, self._rank, rank, made.tag)
+                )
+                for rank in dict.fromkeys(others) if rank != self._rank
+            )  # fmt: skip
+        return channel.links[of]
+
+    def _counterpart(self, rank: int, way: int) -> Counterpart:
+        """The link with a rank, which may have been heard of before this rank uses it."""
+        with self._lock:
+            return self._links.setdefault((rank, way), Counterpart(rank, way))
 
     # -- a call, from its beginning to its end -------------------------------------------
 
     def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Issued | None:
-        channel = self._channels.get(its_group)
-        if channel is None:
-            if its_group.size() == 1 or not its_group.group_name.startswith("commgrid/"):
-                return None
-            self._refresh()
-            channel = self._channels.get(its_group)
-            if channel is None:
-                return None
-        if made.operation in TRANSFERS and made.peer is None:
-            self._take_from_anybody(channel)
+        begun, channel = self._records.begun, self._channel(its_group)
+        if begun is None or channel is None:
             return None
-        where = place_of(*caller())
-        call, target = self._made(channel, made, where)
-        there = self._tell(target, [call.way, call.turn, call.kind, call.words, call.where])
-        if not there:
+        links, is_transfer = self._links_of(channel, made), made.operation in TRANSFERS
+        if is_transfer and made.peer is None:
+            for link in links:
+                if not link.is_open and made.operation == "recv":
+                    link.is_open = True
+                    self._tell(link, ANY_SOURCE, 0)
+            return None
+        digest = self._digest(made.alike) - (not is_plain(made.tensors))
+        for link in links:
             with self._lock:
-                self._gone.add(target)
-        if torch_calls.is_blocking():  # it will wait for the others anyway
-            until = time.monotonic() + torch_world.group_timeout(self._grid.timeout)
-            if self._await(call, lambda: self._has_failed or time.monotonic() > until):
-                self._delete_state()
-        elif channel.polls:
-            # gloo ends a process that gets more than it expects.
-            self._hear(call, _GLOO_SECONDS)
-        self._compare(call)
-        return call
+                link.add(begun.turn, digest)
+            self._tell(link, begun.turn, digest)
+        if is_transfer:
+            self._meet(channel, links[0].rank)
+        self._mail.read(0.0)
+        for link in links:
+            self._compare(link, channel, begun.turn, made)
+        return Issued(channel, links, begun, is_transfer)
 
-    def _take_from_anybody(self, channel: Channel) -> None:
-        """Tell the members that this rank takes messages from any of them."""
-        to = f"{channel.names} >{self._rank}"
-        if to in self._open:
-            return
-        self._open.add(to)
-        for rank in channel.ranks:
-            if rank != self._rank:
-                self._tell(rank, [to, -1, [], "", ""])
+    def _meet(self, channel: Channel, rank: int) -> None:
+        """Wait a moment for the other side of a pair's first message.
 
-    def _is_open(self, call: Issued) -> bool:
-        """Whether it is a message to a rank that receives from any source."""
-        names, _, ends = call.way.rpartition(" ")
-        return ">" in ends and f"{names} >{ends.partition('>')[2]}" in self._open
+        A backend that connects the two then holds this rank until the other has come.
+        """
+        if rank not in channel.met:
+            channel.met.add(rank)
+            ends = sorted((rank, self._rank))
+            pair = self._counterpart(rank, number(f"{channel.group.key} {ends}"))
+            self._tell(pair, 0, 1)
+            self._read_until(lambda: 0 in pair.theirs or rank in self._gone, MOMENT)
 
-    def _tell(self, rank: int, message: list[Any]) -> bool:
-        """Send a message to a member; return whether it is there."""
+    def _digest(self, alike: Alike) -> int:
+        """Eight bytes for what has to be alike, the same in all processes."""
+        found = self._digests.get(alike)
+        if found is None:
+            if len(self._digests) >= KEPT:
+                self._digests.clear()
+            found = self._digests[alike] = number(f"{tuple(alike)}")
+        return found
+
+    def _tell(self, link: Counterpart, turn: int, digest: int) -> None:
         try:
-            return self._mail.send(rank, message)
+            is_there = self._mail.send(link.rank, (link.way, turn, digest))
         except NoMailboxError:
             raise GridMismatchError(
-                f"rank {rank} does not compare its calls with others'; give "
+                f"rank {link.rank} does not compare its calls with others'; give "
                 "initialize(verify='order') on every rank"
             ) from None
-
-    def _made(
-        self, channel: Channel, made: torch_calls.Arguments, where: str
-    ) -> tuple[Issued, int]:
-        """Return the call that is to be issued, and the rank that learns of it."""
-        operation, peer = made.operation, made.peer
-        if operation in TRANSFERS:
-            assert peer is not None
-            other = channel.ranks[peer]
-            ends = (self._rank, other) if operation == "send" else (other, self._rank)
-            way = f"{channel.names} {ends[0]}>{ends[1]}"
-            source = target = other
-            counted = f"{way} {operation}"
-        else:
-            way = counted = channel.names
-            ranks, place = channel.ranks, channel.place
-            source, target = ranks[place - 1], ranks[(place + 1) % len(ranks)]
-        kind = [*made.alike]
-        words = described(operation, made.dtype, made.shape, made.reduction)
-        with self._lock:
-            turn = self._turns.get(counted, 0)
-            self._turns[counted] = turn + 1
-            call = Issued(channel, way, turn, kind, words, where, source)
-        return call, target
+        if not is_there:
+            self._gone.add(link.rank)
 
     def issued(self, call: object, work: dist.Work | None) -> None:
-        if isinstance(call, Issued) and work is not None:
+        if not isinstance(call, Issued):
+            return
+        channel, links, begun, _ = call
+        for link in links:
+            link.issued[begun.turn] = link.mine[begun.turn]
+            self._compare(link, channel, begun.turn)
+        if work is not None:
             self._pending[work] = call
 
     def failed(self, call: object) -> None:
-        """Says what was found, where that has ended the call."""
-        if isinstance(call, Issued):
+        """Take the call back where its record was; else say what was found, if that ended it."""
+        if not isinstance(call, Issued):
+            return
+        if call.begun.turns.count > call.begun.turn:
             self._say_what_was_found()
+            return
+        for link in call.links:
+            link.mine.pop(call.begun.turn, None)
+            self._tell(link, call.begun.turn, TAKEN_BACK)
 
     def waits(self, work: dist.Work) -> None:
         call = self._pending.get(work)
         if call is None:
             return
-        told = self._await(call, work.is_completed)
-        try:
-            if call.channel.polls:
-                told = self._poll(work, call, told)
-        finally:
-            if told:
-                self._delete_state()
+        channel, links, begun, is_transfer = call
+        link = links[0]
+        if "gloo" in channel.group.backend and not is_transfer:
+            self._poll(work)
+            self._mail.read(0.0)  # the others may have come later
+            for link in links:
+                self._compare(link, channel, begun.turn)
+            return
 
-    def _await(self, call: Issued, is_over: Callable[[], bool]) -> bool:
-        """Wait until a call was compared, or has ended.
+        # gloo closes the connection of a transfer whose wait times out.
+        while not self._read_until(lambda: self._is_settled(link, begun.turn), MOMENT):
+            if work.is_completed():  # with an error, which the wait raises
+                return
+            self._look()
+        self._compare(link, channel, begun.turn)
 
-        Returns:
-            Whether this rank has put its state at the store.
-        """
-        told = False
-        while not self._compare(call) and call.source not in self._gone:
-            if not self._hear(call, MOMENT):
-                if is_over():  # with an error, which the wait raises
-                    break
-                told = True
-                self._look(call)
-        return told
-
-    @property
-    def _has_failed(self) -> bool:
-        """Whether the grid's watch knows of a failure, with which torch's call ends."""
-        return self._grid.watch is not None and self._grid.watch.failure is not None
-
-    def _delete_state(self) -> None:
-        """Delete this rank's state from the store, once it no longer waits."""
-        self._circle = []
-        with suppress(RuntimeError):
-            self._store.delete_key(f"{self._base}/state/{self._rank}")
-
-    def _poll(self, work: dist.Work, call: Issued, told: bool) -> bool:
-        """Wait in parts for a collective: a member other than the previous one may be missing."""
-        if ">" in call.way:
-            return told  # gloo closes the connection of a transfer whose wait times out
+    def _poll(self, work: dist.Work) -> None:
+        """Wait in parts for a collective: any member may be missing."""
         while True:
             try:
                 torch_calls.plain_wait(work, timedelta(seconds=MOMENT))
-                return told
+                return
             except RuntimeError as error:
                 if work.is_completed() or "Operation timed out!" not in str(error):
-                    return told  # the wait raises it
-            told = True
-            self._look(call)
+                    return  # the wait raises it
+            self._look()
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         call = self._pending.pop(work)
@@ -280,150 +259,157 @@ class OrderCheck:
     # -- comparing ----------------------------------------------------------------------
 
     def _heard(self, rank: int, message: Any) -> None:
-        """What the previous member, or a transfer's other side, issues."""
+        """A digest or the words of another rank's call; None: the rank is gone."""
+        if message is None:
+            self._gone.add(rank)
+            return
+        way, turn, told = message
+        link = self._counterpart(rank, way)
         with self._lock:
-            if message is None:
-                self._gone.add(rank)
+            if turn == ANY_SOURCE:
+                link.is_open = True
+            elif isinstance(told, int):
+                link.theirs[turn] = told
             else:
-                way, turn, kind, words, where = message
-                if turn < 0:
-                    self._open.add(way)
-                held = self._theirs.setdefault(way, OrderedDict())
-                held[int(turn)] = [rank, kind, words, where]
-                if len(held) > 4 * _KEPT:
-                    held.popitem(last=False)
+                digest, is_issued, alike, said, where = told
+                link.words[turn] = Words(digest, is_issued, Alike(*alike), said, where)
+        if turn in link.words or self._differs(link, turn):
+            self._say(link, turn)
 
-    def _hear(self, call: Issued, seconds: float) -> bool:
-        """Read messages until a call can be compared; return whether it can."""
-        until = time.monotonic() + seconds
-        while not self._answered(call):
-            left = until - time.monotonic()
-            if left <= 0:
-                return False
-            self._mail.read(left, lambda: self._answered(call))
-        return True
+    def _differs(self, link: Counterpart, turn: int) -> bool:
+        """Whether both sides of a call have come, and are not known to agree."""
+        return link.differs(turn) and (link.mine[turn], link.theirs[turn]) not in self._agree
 
-    def _answered(self, call: Issued) -> bool:
-        return (
-            call.turn in self._theirs.get(call.way, ())
-            or call.source in self._gone
-            or self._is_open(call)
-        )
+    def _is_settled(self, link: Counterpart, turn: int) -> bool:
+        """Whether it is known if a call agrees with the other's, or none will be known."""
+        theirs, words = link.theirs.get(turn, TAKEN_BACK), link.words.get(turn)
+        if link.is_open or link.rank in self._gone:
+            return True
+        has_words = words is not None and words.digest == theirs and words.is_issued
+        return theirs != TAKEN_BACK and (has_words or not self._differs(link, turn))
 
-    def _answer_to(self, call: Issued) -> list[Any] | None:
-        """The other's rank, kind, words and line, once they are there."""
-        held = self._theirs.get(call.way)
-        return None if held is None else held.get(call.turn)
+    def _say(self, link: Counterpart, turn: int) -> None:
+        """Send words of this rank's call to the other, once before and once after its issue."""
+        with self._lock:
+            digest = link.mine.get(turn)
+            is_issued = link.issued.get(turn) == digest
+            if digest is None or link.said.get(turn) == (digest, is_issued):
+                return
+            link.said[turn] = digest, is_issued
+        call = self._recorded(link, turn)
+        if call is not None:
+            words = Words(digest, is_issued, call.alike, call.said(), call.where)
+            self._mail.tell(link.rank, [link.way, turn, words])
 
-    def _compare(self, call: Issued) -> bool:
-        """Whether a call was compared with the other's, which has to be there for it.
+    def _recorded(self, link: Counterpart, turn: int) -> Call | None:
+        """This rank's record of a call."""
+        (trace,) = trace_files.parse([self._records.contents(KEPT)])
+        for each in reversed(trace.calls):
+            of = each.group, each.operation, self._rank, link.rank, each.tag
+            if (each.turn, way_of(*of)) == (turn, link.way) and each.peer in (None, link.rank):
+                return each
+        return None
+
+    def _compare(
+        self, link: Counterpart, channel: Channel, turn: int,
+        made: torch_calls.Arguments | None = None,
+    ) -> None:  # fmt: skip
+        """Compare a call with the other's, if that has come.
+
+        Args:
+            made: the call, if it was not issued yet. torch may refuse it, or what the other has
+                issued, and the program make another one: it is stopped only if its size differs,
+                for which gloo ends the process.
 
         Raises:
             GridMismatchError: they differ.
         """
-        if call.seen or self._is_open(call):
-            return True
-        theirs = self._answer_to(call)
-        if theirs is None:
-            return False
-        call.seen = True
-        rank, kind, words, where = theirs
-        if kind != call.kind:
-            raise self._posted(
-                GridMismatchError(
-                    f"call {call.turn} of {call.channel.names} is not the same on all ranks: "
-                    f"{self._both(call, rank, words, where)}"
-                )
-            )
+        if not self._differs(link, turn):
+            return
+        self._say(link, turn)
+        self._read_until(
+            lambda: self._is_settled(link, turn) or (made is not None and turn in link.words),
+            timeouts().answer,
+        )
+        theirs, mine = link.words.get(turn), self._recorded(link, turn)
+        if not self._differs(link, turn) or theirs is None or mine is None:
+            return  # it was taken back, or its rank is gone
+        kind = difference(mine.alike, theirs.alike)
+        if not kind:
+            self._agree.add((link.mine[turn], theirs.digest))
+        is_deadly = kind in ("other shape", "other size") and link.mine[turn] & theirs.digest & 1
+        if not kind or (made is not None and not is_deadly):
+            return
+        told = sorted(
+            [(self._rank, mine.said(), mine.where), (link.rank, theirs.said, theirs.where)]
+        )
+        sides = ", ".join(f"{what} at {place} on rank {rank}" for rank, what, place in told)
+        raise self._posted(
+            f"call {turn} of {channel.group.name} is not the same on all ranks: {sides}"
+        )
+
+    def _read_until(self, is_enough: Callable[[], bool], seconds: float) -> bool:
+        """Read messages until something is known; return whether it is."""
+        until = time.monotonic() + seconds
+        while not is_enough():
+            left = until - time.monotonic()
+            if left <= 0:
+                return False
+            self._mail.read(left, is_enough)
         return True
 
-    def _both(self, call: Issued, rank: int, words: str, where: str) -> str:
-        told = sorted([(self._rank, call.words, call.where), (rank, words, where)])
-        return ", ".join(f"{what} at {place} on rank {who}" for who, what, place in told)
-
-    def _posted(self, error: GridMismatchError) -> GridMismatchError:
+    def _posted(self, text: str) -> GridMismatchError:
         """Tell the other ranks of an error, and return it."""
         with suppress(RuntimeError):
-            self._store.compare_set(f"{self._base}/failed", "", str(error))
+            self._store.compare_set(f"{self._base}/failed", "", f"{self._rank} {text}")
         if self._grid.watch is not None:  # wakes ranks that wait on a device
-            self._grid.watch.post(f"rank {self._rank} has found that {error}")
-        return error
+            self._grid.watch.post(f"rank {self._rank} has found that {text}")
+        return GridMismatchError(text)
 
     def _say_what_was_found(self) -> None:
-        """Raises the error that another rank has found, if one has."""
+        """Raises the error that a rank has found, if one has."""
         told = ""
-        with suppress(RuntimeError):
+        with suppress(RuntimeError):  # the store has gone; the wait itself will say who else
             if self._store.check([f"{self._base}/failed"]):
                 told = bytes(self._store.get(f"{self._base}/failed")).decode()
         if told:
-            raise GridMismatchError(f"{told} (found on another rank)")
+            rank, _, text = told.partition(" ")
+            by = "" if rank == str(self._rank) else " (found on another rank)"
+            raise GridMismatchError(f"{text}{by}")
 
     # -- looking at what others do -------------------------------------------------------
 
-    def _look(self, call: Issued) -> None:
-        """After a moment of waiting: what others have found, and whether they wait for this rank.
+    def _look(self) -> None:
+        """After a moment of waiting: what was found, and a search for circles on a thread.
 
         Raises:
-            GridMismatchError: another rank has found a difference, or there is a circle.
+            GridMismatchError: a rank has found a difference or a circle.
         """
+        self._say_what_was_found()
+        if self._asked is None or self._asked.is_over():
+            self._asked = Asked(self._search)
+
+    def _search(self) -> None:
+        """Ask all ranks, one of those that wait at a time; tell of a circle that stays."""
+        at, before = f"{self._base}/search", b""
+        mine = f"{self._rank} {time.time():.0f}"
+        if self._store.check([at]):
+            before = bytes(self._store.get(at))
+            if time.time() - float(before.split()[1]) < timeouts().lease:
+                return
+        if bytes(self._store.compare_set(at, before.decode(), mine)).decode() != mine:
+            return
         try:
-            self._say_what_was_found()
-            self._store.set(f"{self._base}/state/{self._rank}", json.dumps(self._state(call)))
-            found = self._find_circle(self._state(call))
-        except CommGridError:
-            raise
-        except RuntimeError:
-            return  # the store has gone; the wait itself will say who else
-        if found and found == self._circle:  # twice the same: no rank has moved
-            steps = "; ".join(
-                f"rank {rank} waits in {names} {words} at {where} for rank {after}"
-                for rank, names, words, where, after in sorted(found)
-            )
-            raise self._posted(
-                GridMismatchError(f"ranks wait for each other, in calls of another order: {steps}")
-            )
-        self._circle = found
+            found = self._circles()
+            if found and found == self._circles():  # no rank has moved
+                self._posted("; ".join(sorted(found)))
+        finally:
+            self._store.delete_key(at)
 
-    def _state(self, call: Issued) -> dict[str, Any]:
-        with self._lock:
-            return {
-                "rank": self._rank, "names": call.channel.names, "ranks": call.channel.ranks,
-                "way": call.way, "turn": call.turn, "words": call.words, "where": call.where,
-                "turns": dict(self._turns), "other": call.source if ">" in call.way else None,
-            }  # fmt: skip
-
-    def _find_circle(self, mine: dict[str, Any]) -> list[Any]:
-        """The ranks from this one back to it that wait for each other, with their calls."""
-        states = {self._rank: mine}
-
-        def following(rank: int) -> Iterator[tuple[list[Any], int]]:
-            state = states[rank]
-            for other in self._missing(state):
-                states.setdefault(other["rank"], other)
-                yield (
-                    [rank, state["names"], state["words"], state["where"], other["rank"]],
-                    other["rank"],
-                )
-
-        return sorted(step for _, step in circle_through(self._rank, following, _DEEPEST))
-
-    def _missing(self, state: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the states of ranks that wait elsewhere and have not entered a rank's call."""
-        asked = [rank for rank in state["ranks"] if rank != state["rank"]]
-        if state["other"] is not None:
-            asked = [state["other"]]
-        found = []
-        for rank in asked[:_MOST_ASKED]:
-            key = f"{self._base}/state/{rank}"
-            if not self._store.check([key]):
-                continue
-            theirs = json.loads(bytes(self._store.get(key)))
-            way = state["way"]
-            if ">" in way:
-                way += " recv" if state["words"].startswith("send") else " send"
-            if theirs["turns"].get(way, 0) <= state["turn"]:
-                found.append(theirs)
-        return found
+    def _circles(self) -> set[str]:
+        """What all ranks' records say of those that wait for each other."""
+        found = remote.diagnose(2 * timeouts().beat, patience=MOMENT)
+        return {each.text for each in found.causes if each.is_circle and each.severity == "error"}
 
 
 def check_argument(verify: str | None) -> None:
@@ -432,14 +418,10 @@ def check_argument(verify: str | None) -> None:
         raise SpecError(f"verify={verify!r}: expected None, or 'order'")
 
 
-def follow(verify: str | None, grid: ObservedGrid) -> None:
-    """Compares a grid's calls from now on, where that was asked for."""
-    if verify == "order" and any(len(each.ranks) > 1 for each in grid.communicators):
-        OrderCheck(grid)
-
-
 def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
+    if verify == "order" and any(len(each.ranks) > 1 for each in grid.communicators):
+        OrderCheck(grid)
     recorder.follow(trace, grid)
     records = recorder.current()
     ring = records.ring.path if records is not None else None
@@ -448,4 +430,3 @@ def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     grid.before_destroy(lambda: withdraw(identity))
     grid.before_destroy(dump.follow(identity))
     remote.follow()
-    follow(verify, grid)

@@ -112,6 +112,8 @@ class Begun(NamedTuple):
 class _Thread(threading.local):
     """The number of a thread, from 0 on in the order of their first calls."""
 
+    begun: Begun | None = None
+
     def __init__(self, numbers: Iterator[int]) -> None:
         self.number = next(numbers) & 0xFFFF
 
@@ -130,6 +132,9 @@ class Recorder:
         self.ring.note("process", pid, started(pid), its_boot, space_of_pids(), host, VERSION)
         self.paused = False
         """Whether nothing is recorded until the next grid is made."""
+        self.is_asked = False
+        """Whether the program records; else a grid alone does, to compare its calls."""
+        self.holders = 0
         self.rank = 0
         self._job = ""
         self._termination: Termination | None = None
@@ -267,6 +272,7 @@ class Recorder:
         return self.ring.entry("stack", numbers) if numbers and all(numbers) else 0
 
     def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Begun | None:
+        self._thread.begun = None
         if self.paused:
             return None
         with self._lock:
@@ -291,7 +297,13 @@ class Recorder:
             if row >= 0:
                 ring.count(turns.entry, turn + 1)
             # A third of the time of `Begun(…)`.
-            return tuple.__new__(Begun, (row, channel, turns, turn))
+            self._thread.begun = tuple.__new__(Begun, (row, channel, turns, turn))
+        return self._thread.begun
+
+    @property
+    def begun(self) -> Begun | None:
+        """The call that this thread is issuing, for later listeners; None: it is not recorded."""
+        return self._thread.begun
 
     def issued(self, call: object, work: dist.Work | None) -> None:
         if not isinstance(call, Begun) or call.row < 0:
@@ -405,19 +417,39 @@ def end_stopped() -> None:
 
 
 def start(capacity: int = CAPACITY) -> Recorder:
-    """Begin to record, or go on if there is a recorder."""
-    if not _current:
-        _current.append(Recorder(capacity))
-    torch_calls.listen(_current[0])
-    return _current[0]
+    """Begin to record for the program, or go on if there is a recorder."""
+    found = hold(capacity)
+    found.holders -= found.is_asked
+    found.is_asked = True
+    return found
 
 
 def stop() -> Recorder | None:
-    """Ends recording; the recorder keeps what it has."""
-    if not _current:
+    """End the program's recording; the recorder keeps what it has."""
+    found = current()
+    if found is None or not found.is_asked:
         return None
-    torch_calls.stop(_current[0])
-    return _current.pop()
+    found.is_asked = False
+    release(found)
+    return found
+
+
+def hold(capacity: int = CAPACITY) -> Recorder:
+    """Record for one holder more, such as a grid that compares its calls, until `release`."""
+    if not _current:
+        _current.append(Recorder(capacity))
+    found = _current[0]
+    found.holders += 1
+    torch_calls.listen(found)
+    return found
+
+
+def release(found: Recorder) -> None:
+    """End what `hold` began; with the last holder the recorder hears no more."""
+    found.holders -= 1
+    if not found.holders and found in _current:  # else this process was forked meanwhile
+        torch_calls.stop(found)
+        _current.remove(found)
 
 
 def rest() -> None:

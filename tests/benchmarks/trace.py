@@ -1,11 +1,11 @@
-"""A step of train_gpt with its collectives recorded, with their order verified, and with neither.
+"""A step of train_gpt with its collectives recorded, recorded and compared, and with neither.
 
     python tests/benchmarks/trace.py --json
 
-tp 2 · pp 2 over gloo; both are switched on and off between steps of one run, so that all see the
-same machine. `processor` is what a rank's own threads take, which other programs do not change.
-`call` is one all-reduce of 4 kB on two ranks; also on a group that torch checks call by call, as
-`TORCH_DISTRIBUTED_DEBUG=DETAIL` has it: the peer of `verify="order"`.
+tp 2 · pp 2 over gloo; they are switched on and off between steps of one run, so that all see the
+same machine. `verify="order"` has records too. `processor` is what a rank's own threads take, which
+other programs do not change. `call` is one all-reduce of 4 kB on two ranks; also on a group that
+torch checks call by call, as `TORCH_DISTRIBUTED_DEBUG=DETAIL` has it: the peer of `verify="order"`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
+from commgrid.recording import recorder
 from commgrid.recording.live import OrderCheck
 from commgrid.recording.recorder import Recorder
 from commgrid.torch_compat import interposer as torch_calls
@@ -36,12 +37,16 @@ DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 Spent = dict[str, dict[str, list[float]]]
 
 
-def switch(name: str, recording: Recorder, check: OrderCheck) -> None:
-    """Has one of them on from here on, or none; both go on from where they were."""
+def switch(name: str, check: OrderCheck) -> None:
+    """Have records from here on, or records and the check of order, or none."""
+    recording = recorder.current()
+    assert recording is not None
     torch_calls.stop(recording)
     torch_calls.stop(check)
     if name != "off":
-        torch_calls.listen(recording if name == "trace" else check)
+        torch_calls.listen(recording)
+    if name == "order":
+        torch_calls.listen(check)
 
 
 def steps(flags: list[str]) -> Spent:
@@ -51,13 +56,12 @@ def steps(flags: list[str]) -> Spent:
     plain = trainer_class.step
     spent: Spent = {kind: {name: [] for name in STATES} for kind in ("clock", "processor")}
     checks: list[OrderCheck] = []
-    recording = Recorder()
 
     def step(trainer: object, number: int, batch: object) -> object:
         if not checks:
             checks.append(OrderCheck(commgrid.get_grid()))
         name = STATES[number % 3]
-        switch(name, recording, checks[0])
+        switch(name, checks[0])
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
         found = plain(trainer, number, batch)
@@ -70,14 +74,13 @@ def steps(flags: list[str]) -> Spent:
     trainer_class.step = step
     with contextlib.redirect_stdout(io.StringIO()):
         train_gpt.train(train_gpt.parse(flags))
-    torch_calls.stop(recording)
     return spent
 
 
 def calls(count: int) -> Spent:
     """Microseconds of an all-reduce, by the clock and of the processor, by what was on."""
     grid = commgrid.initialize()
-    x, check, recording = torch.ones(1000), OrderCheck(grid), Recorder()
+    x, check = torch.ones(1000), OrderCheck(grid)
     level = dist.get_debug_level()
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     checked_by_torch = dist.new_group()
@@ -87,7 +90,7 @@ def calls(count: int) -> Spent:
     for turn in range(11 * len(states)):
         name = states[turn % len(states)]
         group = checked_by_torch if name == DETAIL else grid.get_group("dp")
-        switch("off" if name == DETAIL else name, recording, check)
+        switch("off" if name == DETAIL else name, check)
         dist.barrier()
         started, used = time.perf_counter(), time.process_time()
         for _ in range(count):
@@ -95,7 +98,6 @@ def calls(count: int) -> Spent:
         if turn >= len(states):
             spent["clock"][name].append((time.perf_counter() - started) / count * 1e6)
             spent["processor"][name].append((time.process_time() - used) / count * 1e6)
-    switch("off", recording, check)
     commgrid.shutdown()
     return spent
 

@@ -30,7 +30,7 @@ def test_a_message_that_another_thread_has_read_is_enough() -> None:
     """The reader slept its whole time, though its message had come."""
     sender, receiver, heard, _ = boxes()
     try:
-        assert sender.send(1, "first")
+        assert sender.tell(1, "first")
         while receiver.read(1.0, lambda: bool(heard)):
             pass
         assert heard == [(0, "first")]
@@ -45,7 +45,7 @@ def test_messages_are_read_without_a_reader() -> None:
     try:
         text = "x" * 1000
         for number in range(3000):
-            assert sender.send(1, [number, text])
+            assert sender.tell(1, [number, text])
         until(lambda: len(heard) == 3000, "all messages")
         assert [each[1][0] for each in heard] == list(range(3000))  # type: ignore[index]
     finally:
@@ -58,7 +58,7 @@ def test_a_stranger_ends_nothing() -> None:
         for greeting in (b"[" * 200_000 + b"\n", b"{}\n", b"x" * 100_000, b"[1, 2]\n"):
             with socket.create_connection(receiver._server.getsockname()) as stranger:
                 stranger.sendall(greeting)
-        assert sender.send(1, "after")
+        assert sender.tell(1, "after")
         until(lambda: heard == [(0, "after")], "the message")
         assert receiver._thread.is_alive()
     finally:
@@ -67,9 +67,9 @@ def test_a_stranger_ends_nothing() -> None:
 
 def test_a_closed_mailbox_sends_nothing_and_does_not_spin() -> None:
     sender, receiver, _, _ = boxes()
-    assert sender.send(1, "first")
+    assert sender.tell(1, "first")
     sender.close()
-    assert sender.send(1, "second") is False
+    assert sender.tell(1, "second") is False
     receiver.close()
     before, reads = time.process_time(), 0
     until_then = time.monotonic() + 0.5

@@ -1,0 +1,94 @@
+"""Counterpart: the other side of this rank's calls, by digests, and by words where these differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import NamedTuple
+
+from torch import Tensor
+
+from commgrid.call_records.call import Group
+from commgrid.call_records.operations import TRANSFERS, Alike
+
+KEPT = 1024
+"""Calls that are held against the other's, the last ones."""
+
+ANY_SOURCE = (1 << 64) - 1
+"""The turn that says that a rank receives from any source."""
+
+TAKEN_BACK = 0
+"""The digest of a call that was not issued."""
+
+
+class Words(NamedTuple):
+    """What a rank says of its call when digests differ.
+
+    Args:
+        digest: the call's.
+        is_issued: whether torch has accepted it; else it may still refuse it.
+        alike: what has to be alike.
+        said, where: operation and tensor, and line.
+    """
+
+    digest: int
+    is_issued: bool
+    alike: Alike
+    said: str
+    where: str
+
+
+@dataclass(slots=True, eq=False)
+class Counterpart:
+    """What this rank compares with one other: collectives, or messages of one pair and tag.
+
+    Args:
+        rank: the other.
+        way: its number, the same on both.
+        mine, theirs: digests of the last calls, by turn.
+        issued: those of this rank that torch has accepted.
+        said, words: what this rank and the other have said of them.
+        is_open: whether the receiver takes messages from any source: none can be compared.
+    """
+
+    rank: int
+    way: int
+    mine: dict[int, int] = field(default_factory=dict)
+    theirs: dict[int, int] = field(default_factory=dict)
+    issued: dict[int, int] = field(default_factory=dict)
+    said: dict[int, tuple[int, bool]] = field(default_factory=dict)
+    words: dict[int, Words] = field(default_factory=dict)
+    is_open: bool = False
+
+    def differs(self, turn: int) -> bool:
+        """Whether both sides of a call have come, and have not one digest."""
+        mine, theirs = self.mine.get(turn), self.theirs.get(turn, TAKEN_BACK)
+        return mine is not None and theirs not in (mine, TAKEN_BACK) and not self.is_open
+
+    def add(self, turn: int, digest: int) -> None:
+        """Note a call of this rank's, and forget one of long ago."""
+        self.mine[turn] = digest
+        old = turn - KEPT
+        if old in self.mine:
+            del self.mine[old]
+            self.theirs.pop(old, None), self.issued.pop(old, None)
+
+
+def is_plain(tensors: Sequence[Tensor]) -> bool:
+    """Whether torch accepts tensors together; the digest of others is even."""
+    return len(tensors) < 2 or len({(each.dtype, each.device) for each in tensors}) == 1
+
+
+def way_of(group: Group, operation: str, mine: int, other: int, tag: int) -> int:
+    """The number of what two ranks compare, the same on both."""
+    text = group.key
+    if operation in TRANSFERS:
+        source, target = (mine, other) if operation == "send" else (other, mine)
+        text += f" {source}>{target} {tag}"
+    return number(text)
+
+
+def number(text: str) -> int:
+    """Eight bytes for a text, an odd number."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") | 1
