@@ -23,7 +23,7 @@ TAKEN_BACK = 0
 
 
 class Words(NamedTuple):
-    """What a rank says of its call when digests differ.
+    """The words for a call, which a rank sends when digests differ.
 
     Args:
         digest: the call's.
@@ -41,7 +41,7 @@ class Words(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Counterpart:
-    """What this rank compares with one other: collectives, or messages of one pair and tag.
+    """Another rank, by the collectives of one communicator, or the messages of one pair and tag.
 
     Args:
         rank: the other.
@@ -81,7 +81,7 @@ def is_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def way_of(group: Group, operation: str, mine: int, other: int, tag: int) -> int:
-    """The number of what two ranks compare, the same on both."""
+    """Return the number of a counterpart, the same on both ranks."""
     text = group.key
     if operation in TRANSFERS:
         source, target = (mine, other) if operation == "send" else (other, mine)

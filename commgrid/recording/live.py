@@ -3,8 +3,8 @@
     dp of ranks 0, 2, 4, 6:  0 ◄─► 2 ◄─► 4 ◄─► 6 ◄─► 0      each tells both neighbours
 
 Before a call is made, its digest goes to both neighbours, and theirs, if they have come, are
-compared with it: whichever of two ranks comes later finds a difference, and does not make the call.
-Only then do the two send each other words. A wait of more than a moment asks all ranks for their
+compared with it: the later of two ranks finds a difference, and does not make the call. Only then
+do the two send each other words. A wait of more than a moment asks all ranks for their
 records (`commgrid.recording.remote`): ranks that wait for each other are an error on all of them.
 """
 
@@ -162,10 +162,9 @@ class OrderCheck:
             self._tell(link, begun.turn, digest)
         if is_transfer:
             self._meet(channel, links[0].rank)
-        self._mail.read(0.0)
-        for link in links:
-            self._compare(link, channel, begun.turn, made)
-        return Issued(channel, links, begun, is_transfer)
+        call = Issued(channel, links, begun, is_transfer)
+        self._compare_all(call, made)
+        return call
 
     def _meet(self, channel: Channel, rank: int) -> None:
         """Wait a moment for the other side of a pair's first message.
@@ -228,9 +227,7 @@ class OrderCheck:
         link = links[0]
         if "gloo" in channel.group.backend and not is_transfer:
             self._poll(work)
-            self._mail.read(0.0)  # the others may have come later
-            for link in links:
-                self._compare(link, channel, begun.turn)
+            self._compare_all(call)
             return
 
         # gloo closes the connection of a transfer whose wait times out.
@@ -309,6 +306,14 @@ class OrderCheck:
             if (each.turn, way_of(*of)) == (turn, link.way) and each.peer in (None, link.rank):
                 return each
         return None
+
+    def _compare_all(self, call: Issued, made: torch_calls.Arguments | None = None) -> None:
+        """Compare a call with what has come from the other ranks, as `_compare` does."""
+        turn = call.begun.turn
+        if not all(turn in link.theirs for link in call.links):
+            self._mail.read(0.0)
+        for link in call.links:
+            self._compare(link, call.channel, turn, made)
 
     def _compare(
         self, link: Counterpart, channel: Channel, turn: int,
@@ -390,7 +395,7 @@ class OrderCheck:
             self._asked = Asked(self._search)
 
     def _search(self) -> None:
-        """Ask all ranks, one of those that wait at a time; tell of a circle that stays."""
+        """Ask all ranks, unless another rank does, and post a circle that stays."""
         at, before = f"{self._base}/search", b""
         mine = f"{self._rank} {time.time():.0f}"
         if self._store.check([at]):
@@ -407,7 +412,7 @@ class OrderCheck:
             self._store.delete_key(at)
 
     def _circles(self) -> set[str]:
-        """What all ranks' records say of those that wait for each other."""
+        """Return the circles of ranks that wait for each other, by the records of all."""
         found = remote.diagnose(2 * timeouts().beat, patience=MOMENT)
         return {each.text for each in found.causes if each.is_circle and each.severity == "error"}
 

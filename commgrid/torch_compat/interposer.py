@@ -302,7 +302,7 @@ _PLACES = {
 def _read(
     operation: Operation, its_group: dist.ProcessGroup, args: Sequence[Any], options: dict[str, Any]
 ) -> Arguments:
-    """What torch was given, in any of the forms that its methods take."""
+    """Read the arguments of a call, in any form that torch's methods take."""
     try:
         found = _in_place(operation, args, options) if options else args
         name = operation.name
@@ -350,7 +350,7 @@ _MOST_ARGUMENTS = 5
 def _sizes(
     tensors: Sequence[Tensor], split: Sequence[int] | None, its_group: dist.ProcessGroup
 ) -> tuple[int, ...]:
-    """Bytes for each member: of a list of tensors, or of one that is split."""
+    """Bytes for each member, from a list of tensors or from the parts of one."""
     members = its_group.size()
     if split is None and len(tensors) == members:
         return tuple(each.nbytes for each in tensors)

@@ -17,8 +17,10 @@ import torch.distributed as dist
 from torch.distributed import batch_isend_irecv  # by name, before anything listens
 
 import commgrid
+from commgrid import GridMismatchError
 from commgrid.recording import live
 from commgrid.testing import run_on_ranks
+from tests.waiting import until
 
 LONG = 2.6 * live.MOMENT
 """Seconds after which ranks that wait have looked at what others do, and have asked them."""
@@ -228,3 +230,28 @@ def unknown_groups() -> list[float]:
 def test_groups_that_torch_does_not_know_do_not_raise() -> None:
     found = run_on_ranks(unknown_groups, 2, backend=None, launcher="torchrun", timeout=100)
     assert found == [[16.0, 16.0]] * 2
+
+
+def circle() -> str:
+    """Three ranks, each in the group of two that the next one comes to later."""
+    pairs = {"a": [0, 1], "b": [1, 2], "c": [0, 2]}
+    groups = {name: {"ranks": [pair]} for name, pair in pairs.items()}
+    grid = commgrid.initialize(verify="order", timeout=100.0, groups=groups)
+    x, text = torch.ones(1), ""
+    try:
+        for name in (("a", "c"), ("b", "a"), ("c", "b"))[grid.rank]:
+            dist.all_reduce(x, group=grid.get_group(name))
+    except GridMismatchError as error:
+        text = str(error)
+    store = dist.distributed_c10d._get_default_store()
+    store.add("ended", 1)
+    until(lambda: store.add("ended", 0) == 3, "all have come")
+    grid.abort()
+    return text
+
+
+def test_ranks_that_wait_in_a_circle_are_told_on_each() -> None:
+    for text in run_on_ranks(circle, 3, backend=None, launcher="torchrun", timeout=60):
+        assert text.startswith("ranks 0-2 wait for each other: "), text
+        for rank, name in enumerate("abc"):
+            assert f"rank {rank} waits in {name} all_reduce 0 at test_live_correct.py" in text
