@@ -130,7 +130,7 @@ class Here:
         number = self.looks
         self.looks += 1
         self.meet(f"now-{number}", ranks)
-        if ask is not None:
+        if ask is not None and commgrid.trace.is_on():
             if ask == self.rank:
                 self.path("half", number).write_text(json.dumps(asked()))
                 self.path("half", number).rename(self.path("said", number))
