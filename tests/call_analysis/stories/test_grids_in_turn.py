@@ -116,9 +116,9 @@ def test_a_rebuild_over_survivors(here: Here) -> None:
     here.now(ranks=(0, 2))
 
 
-@correct(size=3)
+@correct(size=3, open=True)
 def test_a_smaller_grid_by_choice(here: Here) -> None:
-    """All are alive, and two continue; the third waits for a place."""
+    """All are alive, and two continue; the third waits for a place, and a dump has none of it."""
     grid = here.grid(dp=3)
     dist.broadcast(torch.ones(4), 2, group=grid.get_group("dp"))
     assert total(grid.get_group("dp")) == 3
