@@ -54,7 +54,8 @@ class Story:
         size: number of ranks.
         culprits: the ranks at fault; none: it is correct.
         killed: ranks that a signal ends in a program that goes on without them.
-        open: whether records are truly missing, so that a command may say so.
+        open: whether records are missing, or do not tell which calls belong together, so that a
+            command may say so.
         nccl: whether NCCL would run it too, which knows no tags and no sources that are open.
         trace: whether the job records; else torch alone does, and `commgrid dump` asks it.
     """

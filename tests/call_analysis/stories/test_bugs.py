@@ -37,7 +37,7 @@ def test_a_call_left_out(here: Here) -> None:
     sums(grid.get_group("dp_tp"))
 
 
-@wrong(1, verify=True)
+@wrong(1)
 def test_a_call_left_out_in_the_second_grid(here: Here) -> None:
     """In the first grid of that name all was well, with more calls and other members."""
     grid = here.grid(dp=2, tp=2)

@@ -120,7 +120,7 @@ def test_many_calls_between_two_messages(here: Here) -> None:
     here.now(ask=0)
 
 
-@correct(nccl=False)
+@correct(nccl=False, open=True)
 def test_a_server_that_takes_from_any_source(here: Here) -> None:
     """Workers ask in any order and number, and rank 0 answers each."""
     group = here.grid(dp=4).get_group("dp")
@@ -138,7 +138,7 @@ def test_a_server_that_takes_from_any_source(here: Here) -> None:
     here.now()
 
 
-@correct(nccl=False)
+@correct(nccl=False, open=True)
 def test_any_source_beside_a_known_one(here: Here) -> None:
     group = here.grid(dp=4).get_group("dp")
     if here.rank == 0:

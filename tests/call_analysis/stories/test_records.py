@@ -163,7 +163,7 @@ def test_code_made_by_exec_and_by_fx(here: Here) -> None:
     here.now()
 
 
-@correct(size=2)
+@correct(size=2, open=True)
 def test_a_group_that_torchs_registry_does_not_know(here: Here) -> None:
     """A backend's group made by hand, as some libraries do."""
     group = here.grid(dp=2).get_group("dp")
@@ -179,7 +179,7 @@ def test_a_group_that_torchs_registry_does_not_know(here: Here) -> None:
     here.now(ask=0)
 
 
-@correct(size=2)
+@correct(size=2, open=True)
 def test_many_groups_in_the_ring(here: Here) -> None:
     """More than the ring has places for, made by hand in the recorder of each rank."""
     group = here.grid(dp=2).get_group("dp")
