@@ -34,6 +34,7 @@ import pytest
 import commgrid
 from commgrid.cli import main
 from commgrid.launching.local_ranks import Ranks
+from tests.sizes import full
 from tests.waiting import LOOK_SECONDS, LOOKS, sleeps, until
 
 FOREVER = 1000.0
@@ -131,7 +132,7 @@ class Here:
         number = self.looks
         self.looks += 1
         self.meet(f"now-{number}", ranks)
-        if ask is not None and commgrid.trace.is_on():
+        if ask is not None and full() and commgrid.trace.is_on():  # an answer takes as long
             if ask == self.rank:
                 self.path("half", number).write_text(json.dumps(asked()))
                 self.path("half", number).rename(self.path("said", number))
@@ -325,7 +326,7 @@ class Job:
             shutil.copytree(self.trace, copy)
             self.kept.append((copy, is_open))
             self.look("running", self.trace, is_open)
-        if len(self.kept) < 2:
+        if len(self.kept) < 2 and (full() or not self.story.trace):  # a dump waits for a second
             self._dump(ranks, own.with_suffix(".dump"), is_open)
 
     def _dump(self, ranks: Ranks, folder: Path, is_open: bool) -> None:
@@ -369,17 +370,22 @@ def _diagnosed(command: str, status: int, causes: list[dict[str, Any]], is_open:
 Test = Callable[..., None]
 
 
+def _ways(short: bool, further: Sequence[str]) -> list[Any]:
+    """Ways to run a program; a short run has the first one, of some programs."""
+    later = [pytest.param(way, marks=pytest.mark.full) for way in ("traced", *further)]
+    return ["traced", *later[1:]] if short else later
+
+
 def correct(**story: Any) -> Callable[[Program], Test]:
     """Make a test of a program that no command may accuse, and that nothing may end.
 
     Args:
         story: of `Story`; `order=False`: it is not run with `verify="order"`; `untraced=True`: it
-            is also run without a trace.
+            is also run without a trace; `short=True`: short runs have it.
     """
     order = story.pop("order", True)
-    ways = ["traced", *([pytest.param("order", marks=pytest.mark.full)] if order else [])]
-    if story.pop("untraced", False):
-        ways.append("untraced")
+    further = [*(["order"] if order else []), *(["untraced"] if story.pop("untraced", 0) else [])]
+    ways = _ways(story.pop("short", False), further)
 
     def made(function: Program) -> Test:
         @pytest.mark.parametrize("way", ways)
@@ -409,11 +415,10 @@ def wrong(
         live: whether `verify="order"` ends the program, with an error that names one of them.
         verify: whether `commgrid verify` sees it too.
         untraced: whether it is found without a trace too, from what torch records.
-        story: of `Story`.
+        story: of `Story`; `short=True`: short runs have it.
     """
-    ways = ["traced", *([pytest.param("order", marks=pytest.mark.full)] if live else [])]
-    if untraced:
-        ways.append("untraced")
+    further = [*(["order"] if live else []), *(["untraced"] if untraced else [])]
+    ways = _ways(story.pop("short", False), further)
 
     def made(function: Program) -> Test:
         @pytest.mark.parametrize("way", ways)

@@ -37,7 +37,7 @@ def test_a_call_left_out(here: Here) -> None:
     sums(grid.get_group("dp_tp"))
 
 
-@wrong(1)
+@wrong(1, short=True)
 def test_a_call_left_out_in_the_second_grid(here: Here) -> None:
     """In the first grid of that name all was well, with more calls and other members."""
     grid = here.grid(dp=2, tp=2)
@@ -52,7 +52,7 @@ def test_a_call_left_out_in_the_second_grid(here: Here) -> None:
         time.sleep(1000)
 
 
-@wrong(0, 1, verify=True, size=2, untraced=True)
+@wrong(0, 1, verify=True, size=2, untraced=True, short=True)
 def test_two_groups_in_opposite_order(here: Here) -> None:
     grid = here.grid(dp=2)
     other = dist.new_group([0, 1])
@@ -63,7 +63,7 @@ def test_two_groups_in_opposite_order(here: Here) -> None:
         sums(group)
 
 
-@wrong(2, live=True, verify=True)
+@wrong(2, live=True, verify=True, short=True)
 def test_another_root(here: Here) -> None:
     group = here.grid(dp=4).get_group("dp")
     for root in range(3):
@@ -113,7 +113,7 @@ def test_another_operation(here: Here) -> None:
     dist.barrier(group=group)
 
 
-@wrong(0, 1, size=2)
+@wrong(0, 1, size=2, short=True)
 def test_a_wrong_tag(here: Here) -> None:
     """Rank 1 waits for tag 2, and rank 0 for rank 1 after it has sent tag 1."""
     group = here.grid(dp=2).get_group("dp")
@@ -171,7 +171,7 @@ def test_one_microbatch_fewer(here: Here) -> None:
     dist.barrier(group=group)
 
 
-@wrong(0, 1, size=2)
+@wrong(0, 1, size=2, short=True)
 def test_all_threads_wait_for_each_other(here: Here) -> None:
     """Two threads a rank, and four groups: none of the four calls has its partner."""
     here.grid(dp=2)
@@ -184,7 +184,7 @@ def test_all_threads_wait_for_each_other(here: Here) -> None:
     thread.join()
 
 
-@wrong(2, untraced=True)
+@wrong(2, untraced=True, short=True)
 def test_a_rank_that_is_stuck_in_its_loader(here: Here) -> None:
     group = here.grid(dp=4).get_group("dp")
     sums(group)
@@ -212,7 +212,7 @@ def test_an_all_to_all_in_which_one_pair_disagrees(here: Here) -> None:
     dist.barrier(group=group)
 
 
-@wrong(1)
+@wrong(1, short=True)
 def test_a_raise_on_one_rank(here: Here) -> None:
     grid = here.grid(tp=2)
     steps(grid)
@@ -248,7 +248,7 @@ def test_a_loop_that_ends_earlier(here: Here) -> None:
         sums(grid.get_group("dp"))
 
 
-@wrong(1, circle=True)
+@wrong(1, circle=True, short=True)
 def test_the_group_of_another_grid(here: Here) -> None:
     """Both grids have a dp group of all ranks: rank 1 takes the actor's for the critic's."""
     actor, critic = here.grid(name="actor", dp=4), here.grid(name="critic", dp=4)

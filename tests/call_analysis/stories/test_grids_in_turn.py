@@ -32,7 +32,7 @@ def passes_on(grid: Any, x: Tensor) -> None:
         dist.send(x, ranks[at + 1], grid.get_group("pp"))
 
 
-@correct(untraced=True)
+@correct(untraced=True, short=True)
 def test_training_and_evaluation_on_other_grids(here: Here) -> None:
     """dp 2 with pp 2, then dp 4; the last rank is a root that the first dp has not."""
     grid = here.grid(dp=2, pp=2)
@@ -78,7 +78,7 @@ def test_a_grid_of_a_phase(here: Here) -> None:
     here.now(ask=0)
 
 
-@correct()
+@correct(short=True)
 def test_grids_of_parts_of_the_job(here: Here) -> None:
     """Two ranks generate, two train; then they swap."""
     for parts in (((0, 1), (2, 3)), ((1, 2), (0, 3))):
@@ -95,7 +95,7 @@ def test_grids_of_parts_of_the_job(here: Here) -> None:
     here.grid(dp=4)
 
 
-@correct(size=3, killed=(1,), order=False)
+@correct(size=3, killed=(1,), short=True, order=False)
 def test_a_rebuild_over_survivors(here: Here) -> None:
     """Rank 1 is killed; dp of three ranks becomes dp of two, and goes on with other calls."""
     grid = here.grid(dp=3, watch=True)
@@ -147,7 +147,7 @@ def test_groups_suspended_and_resumed(here: Here) -> None:
     here.now(ask=3)
 
 
-@correct(order=False)
+@correct(order=False, short=True)
 def test_new_groups_after_a_second_start_of_torch(here: Here) -> None:
     """torch counts its groups from the beginning again."""
     commgrid.join()
@@ -187,7 +187,7 @@ def test_groups_made_by_some_ranks_alone(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_two_meshes_with_equal_dims_over_the_same_ranks(here: Here) -> None:
     here.grid(dp=4)
     first = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))

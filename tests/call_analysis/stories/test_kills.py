@@ -33,7 +33,7 @@ def test_in_the_first_grid(here: Here) -> None:
     steps(here, here.grid(dp=4), None)
 
 
-@wrong(3)
+@wrong(3, short=True)
 def test_in_the_second_grid(here: Here) -> None:
     """dp has other members than in the first."""
     grid = here.grid(dp=2, pp=2)
@@ -42,7 +42,7 @@ def test_in_the_second_grid(here: Here) -> None:
     steps(here, here.grid(dp=4), 3)
 
 
-@wrong(1)
+@wrong(1, short=True)
 def test_between_the_grids(here: Here) -> None:
     """The others wait for it in `initialize`, which records no call."""
     grid = here.grid(dp=4)
@@ -83,7 +83,7 @@ def test_while_the_others_are_in_another_group(here: Here) -> None:
     dist.barrier(group=grid.get_group("dp_tp"))
 
 
-@wrong(3)
+@wrong(3, short=True)
 def test_within_a_call(here: Here) -> None:
     """It waits for rank 0, which is late, when it is killed."""
     grid = here.grid(dp=4)
@@ -101,7 +101,7 @@ def until_gone(here: Here, rank: int) -> None:
     until(lambda: state(pid, pid) in "ZX", f"rank {rank} ends")
 
 
-@wrong(1, 2, killed=(1,))
+@wrong(1, 2, killed=(1,), short=True)
 def test_in_a_rebuild(here: Here) -> None:
     """Rank 1 is killed in a step; rank 2 on its way to the rebuilt grid."""
     grid = here.grid(dp=4, watch=True)
@@ -142,7 +142,7 @@ def test_between_two_messages(here: Here) -> None:
             dist.send(x, here.rank + 1, group)
 
 
-@wrong(0)
+@wrong(0, short=True)
 def test_before_all_calls(here: Here) -> None:
     grid = here.grid(dp=4)
     if here.rank == 0:

@@ -21,7 +21,7 @@ def received(source: int | None, group: Any, count: int = 2, tag: int = 0) -> fl
     return float(x[0])
 
 
-@correct(size=2, nccl=False, untraced=True)
+@correct(size=2, nccl=False, untraced=True, short=True)
 def test_tags_received_in_another_order(here: Here) -> None:
     """Of other sizes: gloo matches by tag."""
     group = here.grid(dp=2).get_group("dp")
@@ -55,7 +55,7 @@ def test_a_tag_that_is_received_much_later(here: Here) -> None:
     here.now()
 
 
-@correct(size=2, untraced=True)
+@correct(size=2, untraced=True, short=True)
 def test_a_send_that_is_received_later(here: Here) -> None:
     """The sender computes, and asks for the end of its send when all is over."""
     group = here.grid(dp=2).get_group("dp")
@@ -87,7 +87,7 @@ def test_receives_posted_long_before(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_a_partner_beyond_the_last_calls(here: Here) -> None:
     """Rank 0 sends to rank 1 once, and then a hundred times to others, on one communicator."""
     group = here.grid(dp=4).get_group("dp")
@@ -138,7 +138,7 @@ def test_a_server_that_takes_from_any_source(here: Here) -> None:
     here.now()
 
 
-@correct(nccl=False, open=True)
+@correct(nccl=False, open=True, short=True)
 def test_any_source_beside_a_known_one(here: Here) -> None:
     group = here.grid(dp=4).get_group("dp")
     if here.rank == 0:

@@ -29,7 +29,7 @@ def sums(group: Any, count: int = 1) -> None:
         assert float(x[0]) == dist.get_world_size(group)
 
 
-@correct()
+@correct(short=True)
 def test_a_save_into_the_folder_of_the_running_trace(here: Here) -> None:
     """Some ranks save there, and go on; one of them does so twice."""
     group = here.grid(dp=4).get_group("dp")
@@ -86,7 +86,7 @@ def test_a_recorder_that_is_stopped_on_one_rank(here: Here) -> None:
     here.now()
 
 
-@correct(size=2, open=True, order=False)
+@correct(size=2, open=True, order=False, short=True)
 def test_a_full_disk_on_one_rank(here: Here) -> None:
     """It keeps its records in memory, and says so; the others' say nothing against it."""
     if here.rank == 1:  # no file of this process may be larger than a page or two
@@ -136,7 +136,7 @@ def total(x: torch.Tensor) -> torch.Tensor:
 torch.fx.wrap("total")
 
 
-@correct(size=2)
+@correct(size=2, short=True)
 def test_code_made_by_exec_and_by_fx(here: Here) -> None:
     """Without files: a template's function, and a traced module that calls a collective."""
     group = here.grid(dp=2).get_group("dp")
@@ -163,7 +163,7 @@ def test_code_made_by_exec_and_by_fx(here: Here) -> None:
     here.now()
 
 
-@correct(size=2, open=True)
+@correct(size=2, open=True, short=True)
 def test_a_group_that_torchs_registry_does_not_know(here: Here) -> None:
     """A backend's group made by hand, as some libraries do."""
     group = here.grid(dp=2).get_group("dp")
@@ -227,7 +227,7 @@ def of_its_own(here: Here) -> None:
             here.now()
 
 
-@pytest.mark.full("by_default*", "of_its_own*")
+@pytest.mark.full("*SIGINT", "by_default*", "of_its_own*")
 @pytest.mark.parametrize("signals", ["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("program", [interrupted, by_default, of_its_own])
 def test_a_job_that_is_stopped(tmp_path: Path, program: Any, signals: str) -> None:

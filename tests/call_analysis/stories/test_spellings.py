@@ -36,7 +36,7 @@ def test_a_helper_with_a_late_embedding_group(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_a_helper_that_is_late_on_one_rank(here: Here) -> None:
     """Rank 3 is not yet in the embedding group's sum, from the line of all other sums."""
     grid = here.grid(pp=4)
@@ -77,7 +77,7 @@ def test_a_step_that_only_some_groups_have(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_functions_and_methods_of_a_group(here: Here) -> None:
     """`dist.all_reduce` on one rank, `group.allreduce` with options or without on another."""
     group = here.grid(dp=4).get_group("dp")
@@ -95,7 +95,7 @@ def test_functions_and_methods_of_a_group(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_roots_in_several_spellings(here: Here) -> None:
     group = here.grid(dp=4).get_group("dp")
     for root in (1, 3):
@@ -156,7 +156,7 @@ def test_barriers_in_several_spellings(here: Here) -> None:
     here.now()
 
 
-@correct(untraced=True)
+@correct(untraced=True, short=True)
 def test_a_call_that_raised_and_was_made_again(here: Here) -> None:
     """torch refuses what rank 1 gives before anything is sent; it mends that, and calls again."""
     group = here.grid(dp=4).get_group("dp")
@@ -176,7 +176,7 @@ def test_a_call_that_raised_and_was_made_again(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_a_message_that_raised_and_was_sent_again(here: Here) -> None:
     """A tensor that is not contiguous, of one rank."""
     group = here.grid(dp=4).get_group("dp")

@@ -41,7 +41,7 @@ def sums(group: Any, count: int = 1) -> None:
         assert float(x[0]) == dist.get_world_size(group)
 
 
-@correct(size=2)
+@correct(size=2, short=True)
 def test_a_thread_waits_long_on_a_group_of_its_own(here: Here) -> None:
     """Each rank waits for the other in a thread: no circle, since both can still come."""
     grid = here.grid(dp=2)
@@ -54,7 +54,7 @@ def test_a_thread_waits_long_on_a_group_of_its_own(here: Here) -> None:
     here.now()
 
 
-@correct(size=2, nccl=False)
+@correct(size=2, nccl=False, short=True)
 def test_a_receiver_thread(here: Here) -> None:
     """It takes requests while the main thread trains; the last request ends it."""
     grid = here.grid(dp=2)
@@ -95,7 +95,7 @@ def test_a_checkpoint_thread_with_barriers(here: Here) -> None:
     here.now()
 
 
-@correct()
+@correct(short=True)
 def test_two_threads_wait_for_two_ranks(here: Here) -> None:
     """Rank 0's threads wait for ranks 1 and 2, which wait for rank 0's main thread."""
     grid = here.grid(dp=4)
