@@ -121,8 +121,8 @@ class Ranks:
         method: "fork", or "spawn" where the function uses CUDA.
         killable: whether a rank that a signal ends is no failure; the others run on, and end as
             programs do, with their exit handlers.
-        check: whether leftovers of a rank are an error; by default unless `killable`. The
-            function is a whole program: its grids are ended before.
+        check: whether grids that a rank leaves are ended, and other leftovers are an error; by
+            default unless `killable` or `output`.
         leftovers: kinds of leftovers that are no error, of `commgrid.launching.leftovers.KINDS`,
             or "ignore". By default process groups, which end with the program.
     """
@@ -150,7 +150,7 @@ class Ranks:
         if per_rank is not None and len(per_rank) != world_size:
             raise ValueError(f"per_rank has {len(per_rank)} entries for {world_size} ranks")
         checked = not killable and output is None if check is None else check
-        allowed = kinds_of(leftovers) | (kinds_of("ignore") if not checked else frozenset())
+        ignored = kinds_of(leftovers)
         self.world_size, self.timeout, self.killable = world_size, timeout, killable
         self._are_programs = output is not None
         self._at_once = at_once or world_size
@@ -173,7 +173,7 @@ class Ranks:
                 folder=self._folder.name,
                 backend=backend,
                 environ={**launched[rank], **variables(rank)},
-                leftovers=allowed,
+                leftovers=ignored if checked else None,
                 exits=killable or output is not None,
                 output=None if output is None else output / f"output_{rank:05}.txt",
                 parent=os.getpid(),

@@ -39,7 +39,7 @@ class Task:
         folder: where all ranks of the run leave their files.
         backend: of WORLD, which is started over a file; None: not started.
         environ: variables set before anything else.
-        leftovers: kinds of leftovers that are no error.
+        leftovers: kinds of leftovers that are no error; None: nothing is ended or looked for.
         exits: whether functions registered with atexit run, as at the end of a program.
         output: file to which it prints; None: its parent's.
         parent: process id of the process that started the rank.
@@ -53,7 +53,7 @@ class Task:
     folder: str
     backend: str | None
     environ: Mapping[str, str]
-    leftovers: frozenset[str]
+    leftovers: frozenset[str] | None
     exits: bool
     output: Path | None
     parent: int
@@ -135,9 +135,9 @@ def _start_world(task: Task) -> None:
 def _call(task: Task) -> Any:
     import torch.distributed as dist
 
-    from commgrid.launching.leftovers import KINDS, Snapshot
+    from commgrid.launching.leftovers import Snapshot
 
-    if task.leftovers >= {*KINDS}:
+    if task.leftovers is None:
         return task.function(*task.args)
     store = None
     if task.rank == 0 and dist.is_initialized():
