@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import runpy
 import sys
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ def run_script(script: Path, flags: Sequence[str]) -> None:
         SystemExit: it ended with another code than 0.
     """
     sys.argv = [str(script), *flags]
+    multiprocessing.set_start_method(None, force=True)  # a spawned rank has one already
     sys.path[0] = str(script.resolve().parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
