@@ -68,7 +68,7 @@ def dry(
         script: the program.
         grid: of the job; its program's flags follow `flags`.
         flags: of the program.
-        folder: where `rank_00003.json` of each is left, for `commgrid verify` and `commgrid trace`.
+        folder: where `rank_00003.ring` of each is left, for `commgrid verify` and `commgrid trace`.
         ranks: which are recorded; None: all.
         timeout: seconds for all of them.
 
