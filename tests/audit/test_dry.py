@@ -89,7 +89,7 @@ def test_some_ranks_of_1024(tmp_path: Path) -> None:
     assert dry(tmp_path, "tp=4", 1024, "--ranks", "0,1023", flags=flags) == 0
     first, last = trace_files.read(tmp_path)
     assert (first.rank, last.rank) == (0, 1023)
-    ranks = next(ranks for names, ranks in last.members.items() if "dp" in names.split(","))
+    ranks = next(group.ranks for group in last.groups if "dp" in group.name.split(","))
     assert ranks == tuple(range(3, 1024, 4))
 
 
