@@ -207,8 +207,8 @@ MUTANTS = (
     Mutant(
         "calls on a new communicator are counted on from the old one",
         "commgrid/recording/recorder.py",
-        "self._turns = {key: n for key, n in self._turns.items() if key[0] not in members}",
-        "pass",
+        "of = group.key, group.ranks",
+        "of = group.name, group.ranks",
         ("tests/test_trace.py::test_a_new_grid_counts_its_calls_from_the_start",),
     ),
     Mutant(

@@ -174,7 +174,14 @@ class Snapshot:
 
     def _threads_left(self) -> list[str]:
         until = time.monotonic() + _ENDING_SECONDS
-        found = [t for t in threading.enumerate() if t not in self._threads and not _is_kept(t)]
+        of_grids = "commgrid " if self._grids_left() else None  # they end with the grid
+        found = [
+            thread
+            for thread in threading.enumerate()
+            if thread not in self._threads
+            and not _is_kept(thread)
+            and not (of_grids and thread.name.startswith(of_grids))
+        ]
         for thread in found:
             thread.join(max(until - time.monotonic(), 0.0))
         return [
