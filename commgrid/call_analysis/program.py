@@ -191,8 +191,9 @@ def whole(found: Sequence[Trace]) -> list[Trace]:
     def is_open(rank: int) -> bool:
         if standings.is_unknown(rank):
             return True
-        own = {(rank, thread) for thread in standings.threads(rank)}
-        return standings.traces[rank].state not in ("", "ended") and not (own and own <= stuck)
+        trace, own = standings.traces[rank], {(rank, each) for each in standings.threads(rank)}
+        is_dry = all(group.backend == "fake" for group in trace.groups)  # saved at its end
+        return not (trace.state in ("", "ended") or is_dry or (own and own <= stuck))
 
     def is_known(side: EventSide | None) -> bool:
         if side is None or not side.call.group.ranks:

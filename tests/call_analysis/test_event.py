@@ -171,6 +171,12 @@ def test_a_program_that_goes_on_or_was_cut_may_issue_the_rest(state: str) -> Non
     assert status(*found) == ((False, 0) if state in ("ended", "") else (True, 1))
 
 
+def test_a_dry_run_was_recorded_to_its_end() -> None:
+    group = Group("tp", (0, 1), "tp", "fake")
+    found = (trace(0, done(group), done(group, at=2.0)), trace(1, done(group)))
+    assert status(*found) == (False, 0)
+
+
 def test_what_is_not_recorded_is_left_out_of_programs() -> None:
     unknown = done(Group("?", ()))
     anyone = [done(PAIR, "recv"), done(PAIR, "send", peer=1)]
