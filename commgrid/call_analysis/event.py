@@ -7,9 +7,9 @@ An event is the n-th collective of a communicator, or the n-th message of a comm
 a target and a tag. The n is a call's recorded turn; where none was recorded, it is counted. Two
 communicators differ if their keys or ranks do; names decide only where no key was recorded.
 
-Some calls belong to no event, as it is not known which: a call on a communicator of which neither
-key nor ranks were recorded, a message to a rank that receives from any source there, and a message
-on a communicator without recorded ranks, where a place does not tell a rank.
+Three kinds of calls belong to no event: calls on a communicator without a recorded key and ranks,
+messages to a rank that receives from any source there, and messages on a communicator without
+recorded ranks, where a place does not tell a rank.
 """
 
 from __future__ import annotations
@@ -120,7 +120,9 @@ class Matched:
     groups: list[Group] = field(default_factory=list)
     _numbers: dict[object, int | None] = field(default_factory=dict)
     _kept: list[Group] = field(default_factory=list)  # so that no id is used again
-    _inferred: set[int] = field(default_factory=set)  # groups whose members are those that call
+    _inferred: set[int] = field(
+        default_factory=set
+    )  # groups whose callers are taken for their members
     _open: set[tuple[int, int]] = field(default_factory=set)  # where a rank receives from any
 
     def number(self, group: Group) -> int | None:

@@ -59,7 +59,7 @@ class Finding:
 
     @property
     def exclude(self) -> tuple[int, ...]:
-        """The ranks to leave out when restarting; never one that waits for others."""
+        """The ranks to leave out when restarting; none of them waits for others."""
         return self.ranks if self.kind in _EXCLUDED else ()
 
     def as_dict(self) -> dict[str, Any]:

@@ -60,7 +60,7 @@ def agree(one: Call, other: Call) -> bool:
 
 
 def parties(calls: Mapping[int, Call]) -> list[Party]:
-    """Ranks by what they issue, the most frequent first; one party: all agree."""
+    """Return the ranks whose calls agree, the largest party first; one party: all agree."""
     found: list[Party] = []
     for rank in sorted(calls):
         mine = _alike(calls[rank])

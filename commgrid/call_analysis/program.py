@@ -180,9 +180,9 @@ def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | 
 def whole(found: Sequence[Trace]) -> list[Trace]:
     """Traces with only the calls of which it is known whether all sides issue them.
 
-    It is not known of calls on a communicator whose ranks or records are missing, of messages to a
-    rank that receives from any source, and where a rank has not come to its end: its record goes on
-    or was cut. A rank that waits in a deadlock issues nothing more.
+    Left out are calls on a communicator whose ranks or records are missing, messages to a rank that
+    receives from any source, and calls of which another side may still be issued, as its rank runs,
+    was killed or was stopped. A rank in a deadlock issues nothing more.
     """
     standings = Standings.of(found)
     waits = [wait for own in standings.waits.values() for wait in own]

@@ -198,7 +198,7 @@ def run(laid: Laid) -> list[Event]:
 
 
 def is_alike(event: Event) -> bool:
-    """Whether all sides give the same, as far as it is known."""
+    """Whether all sides agree."""
     return len({side.call.alike for side in event.sides}) == 1 or len(parties(event.calls)) == 1
 
 

@@ -1,13 +1,13 @@
-"""Standing: the call in which each thread of each rank stands, by what was recorded.
+"""Standing: the unfinished call of each thread of each rank, from records.
 
-A thread stands in a call that has not ended, and that it waits in or has not come back from. So a
-call that ended is waited for by no thread, and neither is an asynchronous one before its wait.
+A thread stands in a call if the call has not ended and the thread waits in it, or has not returned
+from it. No thread stands in a call that ended, or in an asynchronous call before the wait for it.
 
-On a device a host's wait ends at once and says nothing of the device. There, a thread whose host
-waits in no call stands in its first call that others have not entered, if it needs them to end; a
-broadcast's root does not. Torch's flight recorder holds no waits, but what the device has finished:
-there, a thread stands in the first call that has not ended. Without a device it may stand in any,
-unless its stacks show that no thread is in torch.
+On a device a host's wait ends at once and says nothing of the device. There, a thread without a
+wait of its host stands in its first call that others have not entered and that needs them to end; a
+broadcast on its root needs none. Torch's flight recorder holds ends on the device in place of
+waits: there, a thread stands in the first call without an end. Without a device it may stand in any
+call without an end, unless stacks show that no thread is in torch.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class Standings:
 
         Args:
             rank: whose.
-            group: only the threads that have issued a call there, if any has.
+            group: only threads with a call on it, if there are any.
         """
         if rank not in self._threads:
             found = self._threads[rank] = {None: set()}

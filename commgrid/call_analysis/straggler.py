@@ -2,7 +2,7 @@
 
 Clocks agree within a host. Between two hosts they are bounded: a collective that needs all ranks
 ends on each after the last one has entered it, so that the clock of one host is ahead by at most
-the time from the entry on the other to the end here. A rank is late by what is left after that.
+the time from the entry on the other to the end here. That bound is subtracted from a rank's delay.
 """
 
 from __future__ import annotations

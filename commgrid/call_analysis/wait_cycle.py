@@ -1,10 +1,9 @@
 """Circles of ranks or calls that wait for each other: the one search, and deadlocks of threads.
 
 **When ranks wait for ever.** A wait is a thread's, and needs every rank that has not entered its
-event. A rank may enter it from any of its threads. So a wait is for ever if one of those ranks has
-no thread left: each of them stands in a wait that is for ever as well. The waits for ever are the
-largest set in which each wait has a needed rank all of whose threads wait within the set. Any
-circle in it is a deadlock.
+event. A rank may enter it from any of its threads. So a wait is for ever if all threads of one such
+rank wait for ever. The waits for ever are the largest set in which each wait needs a rank all of
+whose threads wait within the set. Any circle in it is a deadlock.
 
 If only the threads that have issued calls on the wanted communicator wait within the set, another
 thread may still come: that is a possible deadlock, and records cannot tell. With a thread left that

@@ -17,14 +17,14 @@ _NOTED = 3.0  # a process that records notes each second that it runs
 
 
 def lasting(standings: Standings, patience: float) -> list[Standing]:
-    """The waits that are more than a moment's, each with the ranks for which it is.
+    """Return the waits of at least `patience`, each with the absent ranks of at least that.
 
-    What a rank that is gone leaves open always is. A record that was written earlier than the wait
-    began does not say what its rank has entered since.
+    A wait for a rank that has ended or was killed always counts. The record of a rank that was
+    written before the wait began does not show the rank's later calls.
 
     Args:
         standings: of all ranks.
-        patience: seconds of a moment.
+        patience: seconds.
     """
 
     def is_long(wait: Standing, rank: int) -> bool:
@@ -78,7 +78,7 @@ def _was_killed(standings: Standings, rank: int) -> bool:
 
 
 def deaths(standings: Standings) -> Iterator[Finding]:
-    """The ranks that were killed, but for those that hung when they were."""
+    """Ranks that were killed while they did not hang."""
 
     def hung(wait: Standing) -> bool:
         known = [each for each in wait.needs if not standings.is_unknown(each)]
@@ -100,7 +100,7 @@ def ends(standings: Standings, waits: list[Standing], patience: float) -> Iterat
 
     Args:
         standings: of all ranks.
-        waits: those that count.
+        waits: as `lasting` returns them.
         patience: seconds for which a rank may come out of a call later than others.
     """
     stuck = for_ever(standings, waits)
@@ -190,7 +190,7 @@ def _turn(standings: Standings, rank: int) -> int:
 
 
 def _in_turn(waits: list[Standing], others: list[int], rank: int) -> str:
-    """Who waits for the ranks that wait, in words."""
+    """A further wait for the waiting ranks, in words."""
     found = [w for w in waits if w.rank not in others and rank not in w.needs
              and not set(others).isdisjoint(w.absent)]  # fmt: skip
     if not found:
@@ -201,7 +201,7 @@ def _in_turn(waits: list[Standing], others: list[int], rank: int) -> str:
 
 
 def _cannot_tell(standings: Standings, waits: list[Standing]) -> Finding:
-    """Ranks wait for some of which there are no records, so that nothing can be said of these."""
+    """Explain waits for ranks without complete records."""
     wait = min(waits, key=lambda each: each.call.began)
     others = sorted({each.rank for each in waits})
     open_ = sorted({r for each in waits for r in each.absent if standings.is_unknown(r)})
