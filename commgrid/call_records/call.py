@@ -73,7 +73,8 @@ class Call:
         thread: the number of the thread that issued it, within its process.
         waiting: whether a thread waits in it, of a recorded call.
         stack: places of the program from the outermost to `where`; empty: not recorded.
-        sizes: of an all-to-all, the bytes for each member; empty: not recorded.
+        sizes: of an all-to-all, the bytes for each member, then those from each; empty: not
+            recorded.
     """
 
     group: Group

@@ -43,7 +43,7 @@ class Arguments(NamedTuple):
         output: bytes that the rank gets, where all ranks have to get as many.
         reduction: such as `SUM`; "": nothing is reduced.
         tag: of a message on gloo; 0 on backends that match messages by order alone.
-        sizes: bytes that an all-to-all sends to each member.
+        sizes: bytes that an all-to-all sends to each member, then those it expects from each.
     """
 
     operation: str
@@ -322,7 +322,11 @@ def _read(
         if operation.sizes == "outputs":
             output = sum(each.nbytes for each in _flat(found[operation.outputs or 0]))
         elif name == "all_to_all":
-            sizes = _sizes(tensors, _at(found, 3), its_group)
+            splits = (found[3], found[2]) if len(found) > 3 else (None, None)
+            sizes = (
+                *_sizes(tensors, splits[0], its_group),
+                *_sizes(_flat(found[operation.outputs or 0]), splits[1], its_group),
+            )
         elif name in TRANSFERS:
             tag = _tag(index(found[1 if operation.peer is None else 2]), its_group, tensors)
         return Arguments(name, tensors, peer, output, reduction, tag, sizes)

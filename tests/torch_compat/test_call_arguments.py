@@ -151,7 +151,7 @@ def test_all_spellings_of_a_call_are_one(name: str, group: Group, hears: Hears) 
         name, "MAX" if name == "reduce_scatter" else ""
     )
     assert first.peer == (0 if name in ("broadcast", "reduce", "gather", "scatter") else None)
-    assert first.sizes == ((16,) if name == "all_to_all" else ())
+    assert first.sizes == ((16, 16) if name == "all_to_all" else ())
 
 
 def test_what_torch_refuses_is_torchs_to_say_and_listeners_hear_of_it(
@@ -224,12 +224,12 @@ def test_messages_have_their_tags_and_batches() -> None:
     assert first == [
         ("send", 1, 7, ()), ("send", 1, 8, ()),
         *[("send", 1, 0, ()), ("recv", 1, 1, ())] * 2,
-        ("recv", None, 0, ()), ("all_to_all", None, 0, (8, 16)),
+        ("recv", None, 0, ()), ("all_to_all", None, 0, (8, 16, 8, 24)),
     ]  # fmt: skip
     assert second == [
         ("recv", 0, 7, ()), ("recv", 0, 8, ()),
         *[("send", 0, 1, ()), ("recv", 0, 0, ())] * 2,
-        ("send", 0, 0, ()), ("all_to_all", None, 0, (24, 32)),
+        ("send", 0, 0, ()), ("all_to_all", None, 0, (24, 32, 16, 32)),
     ]  # fmt: skip
     for batches in (ones, others):
         assert batches[:2] == batches[6:] == [0, 0]
