@@ -215,7 +215,7 @@ def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
         elif what == "pair":
             group, (operation, peer, tag) = groups[values[0]], values[1:]
             other = on_group(group.name, group.ranks, peer)
-            if other is not None:
+            if other is not None and count:
                 ends = (rank, other) if operation == "send" else (other, rank)
                 sent[group, operation, *ends, tag] = count
         elif what == "place":

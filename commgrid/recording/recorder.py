@@ -142,7 +142,7 @@ class Recorder:
         self._by_key: dict[tuple[str, tuple[int, ...]], _Channel] = {}
         self._stacks = Stacks(self._number_of)
         self._thread = _Thread(itertools.count())
-        self._waits: dict[int, int] = {}  # by thread
+        self._failed: dict[int, int] = {}  # by thread, the call whose wait has failed
         self._batched: dict[int, list[int]] = {}  # of batches that are being started
         self._together: dict[int, list[int]] = {}  # by the last call of a batch, the others
         self._pending: ByIdentity[int] = ByIdentity()
@@ -175,6 +175,8 @@ class Recorder:
         """Note the communicators of a grid, and record again after a failure."""
         with self._lock:
             self.paused = False
+            for thread in list(self._failed):  # another grid takes the place of theirs
+                self._goes_on(thread)
             self.set_rank(grid.rank)
             for each in grid.communicators:
                 if not each.suspended:
@@ -276,6 +278,8 @@ class Recorder:
         if self.paused:
             return None
         with self._lock:
+            if self._failed:
+                self._goes_on(self._thread.number)
             stack, operation, ring = self._stacks(), made.operation, self.ring
             channel = self._channel(its_group)
             turns: _Turns = channel
@@ -328,11 +332,14 @@ class Recorder:
         A call that has failed because of a peer stays, without an end, since peers may wait in it.
         """
         error = sys.exc_info()[1]
-        if not isinstance(call, Begun) or (error is not None and _is_of_peers(error)):
+        if not isinstance(call, Begun) or call.row < 0:
             return
         with self._lock:
-            if call.row >= 0:
-                self.ring.raised(call.row)
+            if error is not None and _is_of_peers(error):
+                self.ring.issued(call.row, time.perf_counter_ns())
+                self._stays(call.row)
+                return
+            self.ring.raised(call.row)
             if call.turns.count == call.turn + 1:
                 call.turns.count = call.turn
                 call.channel.calls -= 1
@@ -343,15 +350,16 @@ class Recorder:
         if call is not None and not self.paused:
             thread = self._thread.number
             with self._lock:
-                before = self._waits.get(thread)
-                if before is not None:  # a wait that has failed, and is over
-                    self.ring.waits(before, False)
-                self._waits[thread] = call
+                if self._failed:
+                    self._goes_on(thread)
                 self.ring.waits(call, True, thread)
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         if failed:
-            return  # the call has no end, and is what this thread was waiting for
+            call = self._pending.get(work)
+            if call is not None:
+                self._stays(call)
+            return
         call = self._pending.pop(work)
         if call is not None:
             with self._lock:
@@ -359,7 +367,20 @@ class Recorder:
                 self.ring.ended(call, now)
                 for each in self._together.pop(call, ()) if self._together else ():
                     self.ring.ended(each, now)
-                self._waits.pop(self._thread.number, None)
+
+    def _stays(self, row: int) -> None:
+        """Note that this thread has failed in a call: it counts as waiting until its next one."""
+        thread = self._thread.number
+        with self._lock:
+            self._goes_on(thread)
+            self.ring.waits(row, True, thread)
+            self._failed[thread] = row
+
+    def _goes_on(self, thread: int) -> None:
+        """Clear the wait of a thread in the call in which it has failed."""
+        row = self._failed.pop(thread, None)
+        if row is not None:
+            self.ring.waits(row, False, thread)
 
 
 def _is_of_peers(error: BaseException) -> bool:

@@ -188,6 +188,8 @@ def test_a_grid_that_was_rebuilt_over_survivors() -> None:
     (group,) = {call.group for call in calls}
     assert (len(calls), group.ranks) == (6, (0, 1, 2))
     assert len({trace.entered[group] for trace in traces}) == 1
+    # No thread waits in the call that has failed.
+    assert not any(call.waiting or call.issued is None for t in traces for call in t.calls)
 
 
 def unknown() -> list[tuple[int, ...]]:

@@ -152,29 +152,30 @@ def test_a_call_that_torch_refuses_takes_no_turn() -> None:
     assert [[*trace.sent.values()] for trace in traces] == [[1], [1]]
 
 
-def refused_within_another() -> list[tuple[str, int | None]]:
+def refused_within_another() -> list[tuple[int | None, bool]]:
     """A listener raises after the recorder was told: the call is not made."""
     grid = commgrid.initialize(trace=True)
     own: Any = recorder.current()
     group = grid.get_group("dp")
     made = torch_calls.Arguments("all_reduce", [torch.ones(1)], None, None, "SUM")
-    for error in (ValueError("no"), commgrid.PeerTimeoutError("late"), TypeError("no")):
+    for error in (ValueError("no"), TypeError("no"), commgrid.PeerTimeoutError("late")):
         call = own.begins(group, made)
         try:
             raise error
         except (ValueError, TypeError, commgrid.PeerTimeoutError):
             own.failed(call)
-    own.issued(own.begins(group, made), None)
+    found = [(c.turn, c.waiting) for c in trace_files.parse([own.contents()])[0].calls]
+    dist.broadcast(torch.ones(1), 0, group=group)
     commgrid.trace.stop()
     (trace,) = trace_files.parse([own.contents()])
     commgrid.shutdown()
-    return [(call.operation, call.turn) for call in trace.calls]
+    return [*found, *((call.turn, call.waiting) for call in trace.calls)]
 
 
 def test_a_call_that_failed_because_of_a_peer_stays() -> None:
-    """Its peers may wait in it; as NCCL's first call, which connects."""
+    """Its peers may wait in it; as NCCL's first call, which connects. Its own rank may go on."""
     (found,) = run_on_ranks(refused_within_another, 1, backend=None, launcher="torchrun")
-    assert found == [("all_reduce", 0), ("all_reduce", 1)]
+    assert found == [(0, True), (0, False), (1, False)]
 
 
 def times_out() -> tuple[bytes, bool]:
