@@ -49,6 +49,8 @@ from commgrid.torch_compat import world as torch_world
 MOMENT = 1.0
 """Seconds that a wait may last before it looks at what others do."""
 
+_DEADLOCK = "deadlock: "
+
 
 @dataclass(slots=True, eq=False)
 class Channel:
@@ -145,7 +147,7 @@ class OrderCheck:
     # -- a call, from its beginning to its end -------------------------------------------
 
     def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Issued | None:
-        begun, channel = self._records.begun, self._channel(its_group)
+        begun, channel = self._records.thread.begun, self._channel(its_group)
         if begun is None or channel is None:
             return None
         links, is_transfer = self._links_of(channel, made), made.operation in TRANSFERS
@@ -350,7 +352,9 @@ class OrderCheck:
         )
         sides = ", ".join(f"{what} at {place} on rank {rank}" for rank, what, place in told)
         raise self._posted(
-            f"call {turn} of {channel.group.name} is not the same on all ranks: {sides}"
+            GridMismatchError(
+                f"call {turn} of {channel.group.name} is not the same on all ranks: {sides}"
+            )
         )
 
     def _read_until(self, is_enough: Callable[[], bool], seconds: float) -> bool:
@@ -363,13 +367,16 @@ class OrderCheck:
             self._mail.read(left, is_enough)
         return True
 
-    def _posted(self, text: str) -> GridMismatchError:
+    def _posted(self, error: GridMismatchError) -> GridMismatchError:
         """Tell the other ranks of an error, and return it."""
+        self._post(f"{error}")
+        return error
+
+    def _post(self, text: str) -> None:
         with suppress(RuntimeError):
-            self._store.compare_set(f"{self._base}/failed", "", f"{self._rank} {text}")
+            self._store.compare_set(f"{self._base}/failed", "", text)
         if self._grid.watch is not None:  # wakes ranks that wait on a device
             self._grid.watch.post(f"rank {self._rank} has found that {text}")
-        return GridMismatchError(text)
 
     def _say_what_was_found(self) -> None:
         """Raises the error that a rank has found, if one has."""
@@ -377,10 +384,10 @@ class OrderCheck:
         with suppress(RuntimeError):  # the store has gone; the wait itself will say who else
             if self._store.check([f"{self._base}/failed"]):
                 told = bytes(self._store.get(f"{self._base}/failed")).decode()
+        if told.startswith(_DEADLOCK):
+            raise GridMismatchError(f"deadlock: {told.removeprefix(_DEADLOCK)}")
         if told:
-            rank, _, text = told.partition(" ")
-            by = "" if rank == str(self._rank) else " (found on another rank)"
-            raise GridMismatchError(f"{text}{by}")
+            raise GridMismatchError(f"{told} (found on another rank)")
 
     # -- looking at what others do -------------------------------------------------------
 
@@ -407,7 +414,7 @@ class OrderCheck:
         try:
             found = self._circles()
             if found and found == self._circles():  # no rank has moved
-                self._posted("; ".join(sorted(found)))
+                self._post(_DEADLOCK + "; ".join(sorted(found)))
         finally:
             self._store.delete_key(at)
 

@@ -110,7 +110,8 @@ class Begun(NamedTuple):
 
 
 class _Thread(threading.local):
-    """The number of a thread, from 0 on in the order of their first calls."""
+    """A thread's number, from 0 on in the order of first calls, and the call that it issues, for
+    later listeners; None: it is not recorded."""
 
     begun: Begun | None = None
 
@@ -141,7 +142,7 @@ class Recorder:
         self._channels: ByIdentity[_Channel] = ByIdentity()
         self._by_key: dict[tuple[str, tuple[int, ...]], _Channel] = {}
         self._stacks = Stacks(self._number_of)
-        self._thread = _Thread(itertools.count())
+        self.thread = _Thread(itertools.count())
         self._failed: dict[int, int] = {}  # by thread, the call whose wait has failed
         self._batched: dict[int, list[int]] = {}  # of batches that are being started
         self._together: dict[int, list[int]] = {}  # by the last call of a batch, the others
@@ -274,12 +275,12 @@ class Recorder:
         return self.ring.entry("stack", numbers) if numbers and all(numbers) else 0
 
     def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Begun | None:
-        self._thread.begun = None
+        self.thread.begun = None
         if self.paused:
             return None
         with self._lock:
             if self._failed:
-                self._goes_on(self._thread.number)
+                self._goes_on(self.thread.number)
             stack, operation, ring = self._stacks(), made.operation, self.ring
             channel = self._channel(its_group)
             turns: _Turns = channel
@@ -294,20 +295,15 @@ class Recorder:
                 channel.entry, channel.calls,
                 ring.entry("kind", operation, made.dtype, made.reduction), made.shape, made.size,
                 made.output, made.peer, stack, time.perf_counter_ns(), turn, batch, made.tag,
-                self._thread.number, made.sizes,
+                self.thread.number, made.sizes,
             )  # fmt: skip
             channel.calls += 1
             turns.count = turn + 1
             if row >= 0:
                 ring.count(turns.entry, turn + 1)
             # A third of the time of `Begun(…)`.
-            self._thread.begun = tuple.__new__(Begun, (row, channel, turns, turn))
-        return self._thread.begun
-
-    @property
-    def begun(self) -> Begun | None:
-        """The call that this thread is issuing, for later listeners; None: it is not recorded."""
-        return self._thread.begun
+            self.thread.begun = tuple.__new__(Begun, (row, channel, turns, turn))
+        return self.thread.begun
 
     def issued(self, call: object, work: dist.Work | None) -> None:
         if not isinstance(call, Begun) or call.row < 0:
@@ -348,7 +344,7 @@ class Recorder:
     def waits(self, work: dist.Work) -> None:
         call = self._pending.get(work)
         if call is not None and not self.paused:
-            thread = self._thread.number
+            thread = self.thread.number
             with self._lock:
                 if self._failed:
                     self._goes_on(thread)
@@ -370,7 +366,7 @@ class Recorder:
 
     def _stays(self, row: int) -> None:
         """Note that this thread has failed in a call: it counts as waiting until its next one."""
-        thread = self._thread.number
+        thread = self.thread.number
         with self._lock:
             self._goes_on(thread)
             self.ring.waits(row, True, thread)

@@ -252,6 +252,6 @@ def circle() -> str:
 
 def test_ranks_that_wait_in_a_circle_are_told_on_each() -> None:
     for text in run_on_ranks(circle, 3, backend=None, launcher="torchrun", timeout=60):
-        assert text.startswith("ranks 0-2 wait for each other: "), text
+        assert text.startswith("deadlock: ranks 0-2 wait for each other: "), text
         for rank, name in enumerate("abc"):
             assert f"rank {rank} waits in {name} all_reduce 0 at test_live_correct.py" in text
