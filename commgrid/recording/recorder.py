@@ -110,8 +110,7 @@ class Begun(NamedTuple):
 
 
 class _Thread(threading.local):
-    """A thread's number, from 0 on in the order of first calls, and the call that it issues, for
-    later listeners; None: it is not recorded."""
+    """A thread's number by its first call, and the call that it issues, where that is recorded."""
 
     begun: Begun | None = None
 
@@ -133,9 +132,8 @@ class Recorder:
         self.ring.note("process", pid, started(pid), its_boot, space_of_pids(), host, VERSION)
         self.paused = False
         """Whether nothing is recorded until the next grid is made."""
-        self.is_asked = False
-        """Whether the program records; else a grid alone does, to compare its calls."""
-        self.holders = 0
+        self.is_asked, self.holders = False, 0
+        """Whether the program records, and how many do: also grids that compare their calls."""
         self.rank = 0
         self._job = ""
         self._termination: Termination | None = None
@@ -301,8 +299,7 @@ class Recorder:
             turns.count = turn + 1
             if row >= 0:
                 ring.count(turns.entry, turn + 1)
-            # A third of the time of `Begun(…)`.
-            self.thread.begun = tuple.__new__(Begun, (row, channel, turns, turn))
+            self.thread.begun = Begun(row, channel, turns, turn)
         return self.thread.begun
 
     def issued(self, call: object, work: dist.Work | None) -> None:
@@ -444,21 +441,20 @@ def start(capacity: int = CAPACITY) -> Recorder:
 def stop() -> Recorder | None:
     """End the program's recording; the recorder keeps what it has."""
     found = current()
-    if found is None or not found.is_asked:
-        return None
-    found.is_asked = False
-    release(found)
-    return found
+    if found is not None and found.is_asked:
+        found.is_asked = False
+        release(found)
+        return found
+    return None
 
 
 def hold(capacity: int = CAPACITY) -> Recorder:
     """Record for one holder more, such as a grid that compares its calls, until `release`."""
     if not _current:
         _current.append(Recorder(capacity))
-    found = _current[0]
-    found.holders += 1
-    torch_calls.listen(found)
-    return found
+    _current[0].holders += 1
+    torch_calls.listen(_current[0])
+    return _current[0]
 
 
 def release(found: Recorder) -> None:
