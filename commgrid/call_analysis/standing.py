@@ -22,7 +22,8 @@ from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
 
 _DEVICES = ("nccl", "xccl", "hccl", "cncl", "mccl")
-_WAITS = re.compile(r"/torch/(distributed|autograd|nn/parallel)/")
+# The last one is where functional collectives wait, those of DTensor and of compiled code.
+_WAITS = re.compile(r"/torch/(distributed|autograd|nn/parallel)/|/torch/_ops\.py.* in redispatch")
 _RECENT = 2000  # calls of a rank that are looked at
 _FROM_ROOT, _TO_ROOT = ("broadcast", "scatter"), ("reduce", "gather")
 
