@@ -373,15 +373,17 @@ def _attributes() -> Attributes:
     return found
 
 
+_TRACING = ("commgrid.torch_compat.interposer", "commgrid.torch_compat.world")
+"""Modules that put functions in place of torch's while calls are recorded."""
+
+
 def _is_own(value: Any, traced: bool) -> bool:
     """Whether a module that may do so has put this in place of a member of torch's."""
     function = getattr(value, "__func__", value)
     # functools.wraps copies the module's name, but not the globals.
     names = getattr(function, "__globals__", None)
     module: str = names.get("__name__", "") if names else getattr(function, "__module__", "") or ""
-    if (
-        traced and module == "commgrid.torch_compat.interposer"
-    ):  # the trace has a sentence of its own
+    if traced and module in _TRACING:  # the trace has a sentence of its own
         return True
     return any(module == each or module.startswith(f"{each}.") for each in _PATCHING_ITSELF)
 
