@@ -208,6 +208,17 @@ def interrupted(here: Here) -> None:
                 here.now()
 
 
+def told_no_longer(here: Here) -> None:
+    """Has left the block with commgrid's handler, and goes on with what is to be done last."""
+    group = here.grid(dp=4).get_group("dp")
+    with told_when_stopped(lambda name: None):
+        sums(group, 5)
+    for step in range(10_000_000):
+        sums(group)
+        if step == 20:
+            here.now()
+
+
 def by_default(here: Here) -> None:
     """Ends by the signal, as a program without handlers does."""
     group = here.grid(dp=4).get_group("dp")
@@ -227,9 +238,9 @@ def of_its_own(here: Here) -> None:
             here.now()
 
 
-@pytest.mark.full("*SIGINT", "by_default*", "of_its_own*")
+@pytest.mark.full("*SIGINT", "told*", "by_default*", "of_its_own*")
 @pytest.mark.parametrize("signals", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("program", [interrupted, by_default, of_its_own])
+@pytest.mark.parametrize("program", [interrupted, told_no_longer, by_default, of_its_own])
 def test_a_job_that_is_stopped(tmp_path: Path, program: Any, signals: str) -> None:
     """All ranks at once, somewhere in a step: none of them was first."""
     job = Job(Story(program, open=True), tmp_path / "job", stop=getattr(signal, signals))
