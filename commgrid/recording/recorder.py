@@ -12,10 +12,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -23,7 +23,7 @@ from commgrid.call_records.operations import TRANSFERS
 from commgrid.call_records.processes import boot, space_of_pids, started
 from commgrid.call_records.ring import ENDED, STOPPED, Contents, Ring
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
-from commgrid.health.detector import Watch
+from commgrid.recording.observed import ObservedGrid
 from commgrid.recording.places import Stacks, group_of
 from commgrid.recording.stacks import Termination
 from commgrid.torch_compat import interposer as torch_calls
@@ -34,35 +34,6 @@ from commgrid.version import VERSION
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; 136 bytes each."""
-
-
-class ObservedGroup(Protocol):
-    """A communicator whose calls are compared."""
-
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-    @property
-    def group(self) -> dist.ProcessGroup: ...
-    @property
-    def suspended(self) -> bool: ...
-
-
-class ObservedGrid(Protocol):
-    """A grid, as its check sees it."""
-
-    @property
-    def identity(self) -> str: ...
-    @property
-    def rank(self) -> int: ...
-    @property
-    def communicators(self) -> Sequence[ObservedGroup]: ...
-    @property
-    def timeout(self) -> float | None: ...
-    @property
-    def watch(self) -> Watch | None: ...
-    def before_destroy(self, callback: Callable[[], object], /) -> None: ...
 
 
 class _Turns:
