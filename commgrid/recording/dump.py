@@ -1,10 +1,13 @@
 """Dumps of this process: what a thread writes for `commgrid dump`, also in a job without a trace.
 
-<tmp>/commgrid-<user>/4711.stacks      grew, after SIGUSR1
-<tmp>/commgrid-<user>/4711.nccl, .gloo  torch's flight recorder: its pickles, with the ranks of
-                                        each group
-<tmp>/commgrid-<user>/4711.ask          asks it to gather the records of ranks on other hosts
-<tmp>/commgrid-<user>/4711.asked        the ranks that have answered
+SIGUSR1 has the thread write where each thread of the process is, and what was recorded:
+
+    <tmp>/commgrid-<user>/4711.stacks      `faulthandler` writes these at once
+    <tmp>/commgrid-<user>/4711.torch       the dump of torch's flight recorder, a pickle
+    rank_00003.ring, rank_00003.stacks     if the process records
+
+A file `4711.ask` has it gather the records of ranks on other hosts; `4711.asked` then holds the
+ranks that have answered.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import logging
 import os
 import pickle
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,13 +27,17 @@ from pathlib import Path
 
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.processes import folder_of_user
+from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.remote import others
-from commgrid.recording.stacks import stacks_size
+from commgrid.recording.stacks import stacks_since, stacks_size
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import world as torch_world
 
 _log = logging.getLogger("commgrid")
+
+FOLDER = "commgrid_trace"
+"""Folder of the records that a signal asks for, if COMMGRID_TRACE names none."""
 
 
 class _Dumping:
@@ -54,15 +62,16 @@ class _Dumping:
 
     def _run(self) -> None:
         while not self._ended.wait(timeouts().beat):
-            size = stacks_size()
+            self._seen = min(self._seen, stacks_size())  # a new grid has a new file
             try:
-                if size > self._seen:
+                if stacks := stacks_since(self._seen):
+                    self._seen += len(stacks)
+                    _write_records(stacks)
                     _write_torchs()
                 if _file("ask").exists():
                     _gather()
             except Exception:
                 _log.exception("commgrid dump gets no answer from this rank")
-            self._seen = size
 
 
 _dumping: list[_Dumping] = []  # one at most
@@ -104,6 +113,18 @@ def _write(kind: str, data: bytes) -> None:
     with suppress(OSError):
         half.write_bytes(data)
         half.rename(_file(kind))
+
+
+def _write_records(stacks: bytes) -> None:
+    """Write what this process has recorded, and the stacks beside it."""
+    own = recorder.current()
+    if own is not None:
+        with suppress(CommGridError, OSError):
+            # A ring in a file is as current as it can be.
+            path = own.ring.path or own.save(Path(FOLDER))
+            with path.with_suffix(".stacks").open("ab") as file:
+                file.write(stacks)
+            print(f"commgrid: rank {own.rank} has written {path}", file=sys.stderr)
 
 
 def _write_torchs() -> None:

@@ -1,24 +1,21 @@
 """Ask every rank for its records, also while main threads hang.
 
     rank 1: diagnose() ──► the store: question 3 ──► a thread of each rank ──► its last calls
-    kill -USR1 ──► a thread of the rank ──► rank_00003.ring, rank_00003.stacks
 
-Each recording process has a thread for it. It looks for questions at the store, over a connection
-of its own (`commgrid.rendezvous.remote_questions`), and for stacks that a signal has had written.
+Each recording process has a thread for it, which looks for questions at the store, over a
+connection of its own (`commgrid.rendezvous.remote_questions`).
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import sys
 import threading
 import time
 import uuid
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from commgrid.call_analysis.diagnosis import PATIENCE
@@ -28,7 +25,6 @@ from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.recorder import Recorder
-from commgrid.recording.stacks import stacks_since, stacks_size
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.remote_questions import Questions, agreed_name, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts
@@ -44,9 +40,6 @@ LAST = 64
 
 MOST_BYTES = 1 << 17
 """Largest packed answer; earlier calls are left out to fit."""
-
-FOLDER = "commgrid_trace"
-"""Folder of the records that a signal asks for, if COMMGRID_TRACE names none."""
 
 
 def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
@@ -129,7 +122,6 @@ class Answering:
         self.own, self.store = own, store
         self._world = range(torch_world.world_size())
         self._questions = Questions(own.rank, self._world)
-        self._seen = stacks_size()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commgrid answers", daemon=True)
         self._thread.start()
@@ -145,7 +137,6 @@ class Answering:
         try:
             while not self._ended.wait(timeouts().beat):
                 self.own.ring.touch()
-                self._write_down()
                 if len(self._world) == 1:
                     continue
                 try:
@@ -163,20 +154,6 @@ class Answering:
         finally:
             if driver is not None:
                 driver.close()
-
-    def _write_down(self) -> None:
-        """After a signal: the records, and where each thread is."""
-        self._seen = min(self._seen, stacks_size())  # a new grid has a new file
-        stacks = stacks_since(self._seen)
-        if not stacks:
-            return
-        self._seen += len(stacks)
-        with suppress(CommGridError, OSError):
-            # A ring in a file is as current as it can be.
-            path = self.own.ring.path or self.own.save(Path(FOLDER))
-            with path.with_suffix(".stacks").open("ab") as file:
-                file.write(stacks)
-            print(f"commgrid: rank {self.own.rank} has written {path}", file=sys.stderr)
 
 
 _answering: list[Answering] = []  # one at most
