@@ -37,9 +37,9 @@ from commgrid.recording.counterpart import (
     number,
     way_of,
 )  # fmt: skip
+from commgrid.recording.counts import Begun
 from commgrid.recording.observed import ObservedGrid
 from commgrid.recording.places import group_of
-from commgrid.recording.recorder import Begun
 from commgrid.recording.stacks import announce, withdraw
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, PatientStore

@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -23,6 +22,7 @@ from commgrid.call_records.operations import TRANSFERS
 from commgrid.call_records.processes import boot, space_of_pids, started
 from commgrid.call_records.ring import ENDED, STOPPED, Contents, Ring
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
+from commgrid.recording.counts import Begun, CallCount, ChannelCounts
 from commgrid.recording.observed import ObservedGrid
 from commgrid.recording.places import Stacks, group_of
 from commgrid.recording.stacks import Termination
@@ -34,50 +34,6 @@ from commgrid.version import VERSION
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; 136 bytes each."""
-
-
-class _Turns:
-    """How many calls of one kind a rank has issued on a communicator.
-
-    Args:
-        entry: of the ring, which holds the count too.
-    """
-
-    __slots__ = ("count", "entry")
-
-    def __init__(self, entry: int) -> None:
-        self.entry, self.count = entry, 0
-
-
-class _Channel(_Turns):
-    """A communicator, and its collectives.
-
-    Args:
-        entry: of the ring.
-    """
-
-    __slots__ = ("calls", "pairs")
-
-    def __init__(self, entry: int) -> None:
-        super().__init__(entry)
-        self.calls = 0  # of all kinds
-        self.pairs: dict[tuple[str, int | None, int], _Turns] = {}
-
-
-class Begun(NamedTuple):
-    """A call that is being issued.
-
-    Args:
-        row: of the ring; -1: it is not recorded.
-        channel: its communicator.
-        turns: what it is counted by.
-        turn: its number among these.
-    """
-
-    row: int
-    channel: _Channel
-    turns: _Turns
-    turn: int
 
 
 class _Thread(threading.local):
@@ -108,8 +64,8 @@ class Recorder:
         self.rank = 0
         self._job = ""
         self._termination: Termination | None = None
-        self._channels: ByIdentity[_Channel] = ByIdentity()
-        self._by_key: dict[tuple[str, tuple[int, ...]], _Channel] = {}
+        self._channels: ByIdentity[ChannelCounts] = ByIdentity()
+        self._by_key: dict[tuple[str, tuple[int, ...]], ChannelCounts] = {}
         self._stacks = Stacks(self._number_of)
         self.thread = _Thread(itertools.count())
         self._failed: dict[int, int] = {}  # by thread, the call whose wait has failed
@@ -223,7 +179,7 @@ class Recorder:
 
     # -- a call, from its beginning to its end ------------------------------------------
 
-    def _channel(self, its_group: dist.ProcessGroup) -> _Channel:
+    def _channel(self, its_group: dist.ProcessGroup) -> ChannelCounts:
         """The record of a communicator, which a resumed group continues."""
         found = self._channels.get(its_group)
         if found is None:
@@ -234,7 +190,7 @@ class Recorder:
             found = self._by_key.get(of)
             if found is None:
                 entry = self.ring.entry("group", group.name, group.ranks, group.key, group.backend)
-                found = self._by_key[of] = _Channel(entry)
+                found = self._by_key[of] = ChannelCounts(entry)
             self._channels[its_group] = found
         return found
 
@@ -252,12 +208,12 @@ class Recorder:
                 self._goes_on(self.thread.number)
             stack, operation, ring = self._stacks(), made.operation, self.ring
             channel = self._channel(its_group)
-            turns: _Turns = channel
+            turns: CallCount = channel
             batch = 0
             if operation in TRANSFERS:
                 batch, of = torch_calls.batch(), (operation, made.peer, made.tag)
                 if of not in channel.pairs:
-                    channel.pairs[of] = _Turns(ring.entry("pair", channel.entry, *of))
+                    channel.pairs[of] = CallCount(ring.entry("pair", channel.entry, *of))
                 turns = channel.pairs[of]
             turn = turns.count
             row = ring.add(
