@@ -168,6 +168,7 @@ def run(
     warnings.simplefilter("ignore", FutureWarning)  # torch renames some of its functions
     faulthandler.unregister(signal.SIGUSR1)  # the harness's own, in which `dump` would not write
     here = Here(rank, size, Path(folder), order)
+    os.chdir(folder)  # where a rank without a folder for its records writes them when it is asked
     here.path("pid", rank).write_text(str(os.getpid()))
     try:
         function(here)
