@@ -189,7 +189,7 @@ def said(*words: str | Path) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class Look:
-    """What a command has said.
+    """Output of a command.
 
     Args:
         command: which, and when.
@@ -253,7 +253,7 @@ class Job:
 
     @property
     def accusations(self) -> str:
-        """What was said against a correct program, in short."""
+        """Accusations of a correct program, in short."""
         told: dict[str, list[str]] = {}
         for each in self.looks:
             if each.accuses(self.story):

@@ -21,7 +21,7 @@ def sums(group: Any, count: int = 2, dtype: torch.dtype = torch.float32) -> None
 
 
 def steps(grid: Any, count: int = 3) -> None:
-    """What all ranks do before something goes wrong."""
+    """Steps of all ranks before something goes wrong."""
     for _ in range(count):
         for name in ("tp", "dp", "dp_tp"):
             sums(grid.get_group(name))

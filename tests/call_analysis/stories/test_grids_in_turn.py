@@ -97,7 +97,7 @@ def test_grids_of_parts_of_the_job(here: Here) -> None:
 
 @correct(size=3, killed=(1,), short=True, order=False)
 def test_a_rebuild_over_survivors(here: Here) -> None:
-    """Rank 1 is killed; dp of three ranks becomes dp of two, and goes on with other calls."""
+    """Rank 1 is killed; dp of three ranks becomes dp of two, with other calls."""
     grid = here.grid(dp=3, watch=True)
     try:
         with named_failures(grid):

@@ -1,4 +1,4 @@
-"""Ranks killed in each phase of a job with two grids in turn: the one that went first is named."""
+"""Ranks killed in each phase of a job with two grids in turn: the first one is named."""
 
 from __future__ import annotations
 

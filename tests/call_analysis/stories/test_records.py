@@ -77,7 +77,7 @@ def test_a_recorder_that_is_stopped_early(here: Here) -> None:
 
 @correct(size=2, open=True)
 def test_a_recorder_that_is_stopped_on_one_rank(here: Here) -> None:
-    """What it does afterwards is not known, and nothing waits for it."""
+    """Its later calls are not recorded, and no rank waits for it."""
     group = here.grid(dp=2).get_group("dp")
     sums(group, 3)
     if here.rank == 1:
@@ -209,7 +209,7 @@ def interrupted(here: Here) -> None:
 
 
 def told_no_longer(here: Here) -> None:
-    """Has left the block with commgrid's handler, and goes on with what is to be done last."""
+    """Has left the block with commgrid's handler, and continues."""
     group = here.grid(dp=4).get_group("dp")
     with told_when_stopped(lambda name: None):
         sums(group, 5)
