@@ -174,7 +174,7 @@ class Observer:
         names = names_of(model, _grid(), own)
         first: dict[str, nn.Module] = {}
         for module, name in (*self._names.items(), *names.items()):
-            own_tensors = (*module._parameters, *module._buffers)
+            own_tensors = [*module.parameters(False), *module.buffers(False)]
             if own_tensors and first.setdefault(name, module) is not module:
                 self.about.twice.append(name)
             self._names.setdefault(module, name)

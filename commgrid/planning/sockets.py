@@ -56,7 +56,7 @@ class Need:
         )
 
 
-_STORE = Need(files=1, connections=1)
+_GRID = Need(files=1, connections=1, threads=1)
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,8 @@ def needs(plan: GroupPlan, backend: str) -> tuple[GroupNeed, ...]:
 
 
 def total(found: tuple[GroupNeed, ...]) -> tuple[Need, Need]:
-    """The sums at start and at most, with the connection on which grids wait at the store."""
-    return sum((n.start for n in found), _STORE), sum((n.most for n in found), _STORE)
+    """The sums at start and at most, with a grid's connection to the store and thread for dumps."""
+    return sum((n.start for n in found), _GRID), sum((n.most for n in found), _GRID)
 
 
 def of_world(world_size: int, backend: str) -> Need:
@@ -157,7 +157,7 @@ def check_limits(plan: GroupPlan, backend: str) -> None:
         SpecError: the limit is too low; names the groups that need most.
     """
     found = needs(plan, backend)
-    need = _STORE.files + sum(each.start.files for each in found)
+    need = _GRID.files + sum(each.start.files for each in found)
     try:
         import resource
 

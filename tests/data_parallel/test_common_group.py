@@ -76,8 +76,8 @@ def used(layout: dict[str, int], shard: bool, folder: str) -> dict[str, tuple[in
     traced = commgrid.trace.recorded()
     commgrid.trace.stop()
     commgrid.shutdown()
-    names = {call.group.name for call in traced.calls}
-    return {name: tuple(traced.members[name]) for name in names if len(traced.members[name]) > 1}
+    groups = {call.group for call in traced.calls}
+    return {group.name: group.ranks for group in groups if len(group.ranks) > 1}
 
 
 @pytest.mark.full("pp*", "cp*", "tp2-*", "tp2_cp*", "ep2-*", "ep2_cp*", "ep4*")

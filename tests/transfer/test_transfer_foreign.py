@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import CommGridError
-from commgrid.audit.parameters import audited_parameters
+from commgrid.audit.parameters import audited_parameters, names_of
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
 from tests import megatron_layers
@@ -99,7 +99,7 @@ def planned() -> dict[str, Any]:
         "down": torch.equal(model.down.weight, full.down.weight.chunk(2, 1)[rank]),
         "down.bias": torch.equal(model.down.bias, full.down.bias),
     }
-    audited = list(audited_parameters(model, grid, []))
+    audited = list(audited_parameters(model, names_of(model, grid), grid, []))
     found["an audit finds them"] = len(audited) == 4 and all(
         torch.equal(data, full.get_parameter(each.name)[slices(offset, data)])
         for each in audited
@@ -110,7 +110,7 @@ def planned() -> dict[str, Any]:
     layer.mlp.add_module("experts", experts)  # type: ignore[operator]
     experts._hf_tp_plan, experts._hf_device_mesh = "moe_tp_experts", mesh  # type: ignore[assignment]
     notes: list[str] = []
-    nothing = not list(audited_parameters(layer, grid, notes))
+    nothing = not list(audited_parameters(layer, names_of(layer, grid), grid, notes))
     found["an audit does not take slices of experts for copies"] = nothing and len(notes) == 2
     model.up._hf_tp_plan = "packed_colwise"  # type: ignore[assignment]
     with pytest.raises(CommGridError) as error:
