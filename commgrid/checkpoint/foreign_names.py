@@ -20,7 +20,7 @@ from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
 from commgrid.resharding.item import Item, Value
-from commgrid.resharding.naming import Naming
+from commgrid.resharding.naming import Naming, split_name
 
 MODEL = "model."
 _STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
@@ -58,6 +58,11 @@ class Renamed:
     def __init__(self, source: Source, naming: Naming, with_optimizer: bool = True) -> None:
         self._source, self._prefix = source, naming.prefix
         self._stored: dict[str, str] = {}
+        begin = naming.prefix
+        self._known = {
+            key.removeprefix(begin).removeprefix(".")
+            for key in source.keys if key.startswith(begin)
+        }  # fmt: skip
         members: dict[str, str] = {}
         if with_optimizer:
             members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
@@ -76,7 +81,7 @@ class Renamed:
         for begin in (_STATE, _OPTIONS):
             if key.startswith(begin):
                 if begin == _STATE or not is_nested:
-                    name, _, last = key.removeprefix(begin).rpartition(".")
+                    name, last = split_name(key.removeprefix(begin), self._known)
                     own = naming.of_model(name)
                     self._name(None if own is None else f"{begin}{own}.{last}", key)
                 return

@@ -35,7 +35,7 @@ from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, whole
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import Naming, Rename
-from commgrid.resharding.optimizer_state import OptimizerState, copy_of
+from commgrid.resharding.optimizer_state import OptimizerState, copy_of, not_taken
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
@@ -214,8 +214,8 @@ class Loading:
         # One rank of each stage tells, since the others of it have the same names.
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
-        updated = self._optimizer.keys if self._optimizer is not None else []
-        return _Names([], []) if any(others) else _Names([*names, *updated], missing)
+        updated = self._optimizer.updated if self._optimizer is not None else []
+        return _Names([], [], []) if any(others) else _Names(names, missing, updated)
 
     def _source(self, item: Item) -> Item:
         """Return the box to read a tensor into; from its fp32 copy if that is more precise."""
@@ -238,10 +238,10 @@ class Loading:
             for name in dict.fromkeys(name for names in told for name in names.missing)
         ]
         there = [key for key in self._stored.keys if key.startswith(MODEL)]
+        unknown = [key for key in there if key not in known]
         if self._optimizer is not None:
-            options = [k for k in self._stored.keys if k.startswith("optimizer.param_groups.")]
-            there += dict.fromkeys(f"{key.rpartition('.')[0]}." for key in options)
-        unknown = [key.rstrip(".") for key in there if key not in known]
+            updated = {name for names in told for name in names.updated}
+            unknown += not_taken(self._stored.keys, updated)
         if unknown and self._strict:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             trained = all(key.startswith("optimizer.") for key in unknown)
@@ -294,10 +294,12 @@ class _Names:
     Args:
         own: of its model.
         missing: of those, what the checkpoint has not.
+        updated: parameters that its optimizer updates.
     """
 
     own: list[str]
     missing: list[str]
+    updated: list[str]
 
 
 def _extra(key: str, stored: Any) -> Item | Value:

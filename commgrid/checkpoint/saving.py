@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,12 @@ from commgrid.checkpoint.agreement import (
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
 from commgrid.checkpoint.memory import keep_items
-from commgrid.checkpoint.values import OWN, number_of, numbers_of, own_path
+from commgrid.checkpoint.values import OWN, own_path
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import Copy, differing, groups_along
+from commgrid.resharding.equal_values import number_of, numbers_of
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
@@ -193,6 +194,7 @@ def keep(
         return said
 
     at_first(group, call, compare, failed)
+    at_first(group, state.check_values, lambda _: None, failed)
     keep_items(step, items, grid, group, failed)
 
 
@@ -206,7 +208,7 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
     at_first(everyone(grid or get_grid()), finish, lambda _: settle(), failure("a save failed"))
 
 
-@dataclass(frozen=True)
+@dataclass
 class _State:
     """The state to save; its fields are arguments of `save`."""
 
@@ -215,11 +217,17 @@ class _State:
     optimizer: torch.optim.Optimizer | None
     extra: Mapping[str, Any]
     extra_per_rank: Mapping[str, Any]
+    _of_optimizer: OptimizerState | None = field(default=None, init=False)
 
     def call(self) -> Call:
         """Return what has to be equal on all ranks."""
         step = count_of("step", self.step, 0)
         return {"step": step, "optimizer": kind_of(self.model, self.optimizer)}
+
+    def check_values(self) -> None:
+        """Refuse optimizer state that parts of a parameter should have alike; collective."""
+        if self._of_optimizer is not None:
+            self._of_optimizer.check_values()
 
     def items(self, grid: HyperCommGrid, first: bool = False) -> Iterator[Item | Value]:
         """Yield what this rank has of it.
@@ -232,7 +240,8 @@ class _State:
         state = ModelState(self.model, grid)
         yield from state.items(turns)
         if self.optimizer is not None:
-            yield from OptimizerState(self.optimizer, state).items(turns)
+            self._of_optimizer = OptimizerState(self.optimizer, state)
+            yield from self._of_optimizer.items(turns)
         is_first = grid.rank == grid.spec.grid_ranks[0]
         yield Value(("step",), operator.index(self.step), is_first)
         for key, value in _named("extra", self.extra).items():
@@ -277,9 +286,10 @@ class _Saving:
         return folders.begin(self._folder, self._state.step)
 
     def check(self) -> None:
-        """Refuse copies that differ."""
+        """Refuse copies that differ, and state that differs between parts of a parameter."""
         if self._compares:
             _compare_copies(self.items, self._grid)
+            self._state.check_values()
 
     def write(self, report: Report) -> Any:
         """Write this rank's file; return its contents for `complete`."""

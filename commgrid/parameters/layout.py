@@ -51,6 +51,11 @@ class ParameterLayout:
         return tuple(axis for axis, kind in self.weight.items() if isinstance(kind, Replicate))
 
     @property
+    def own_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have copies or slices of the same parameter."""
+        return tuple(axis for axis, kind in self.weight.items() if not isinstance(kind, Distinct))
+
+    @property
     def num_distinct(self) -> float:
         """Number of distinct shards or parameters held across the grid in this one's place."""
         apart = [axis for axis in self.weight if axis not in self.copied_axes]

@@ -26,11 +26,13 @@ class SavedParameter(HeldBoxes):
         shape, held, boxes: as HeldBoxes'.
         name: in the whole model.
         copies: the axes along which ranks have copies of it.
+        parts: these, and those along which they have other slices of it.
         is_owner: False on stages whose copy another stage writes.
     """
 
     name: str
     copies: tuple[str, ...]
+    parts: tuple[str, ...]
     is_owner: bool = True
 
 
@@ -56,8 +58,9 @@ def saved_parameter(
     _check_experts(placement, grid)
     is_owner = placement.shared is None or placement.shared.rank == 0
     return SavedParameter(
-        boxes.shape, boxes.held, boxes.boxes, placement.name, layout.copied_axes, is_owner
-    )
+        boxes.shape, boxes.held, boxes.boxes, placement.name,
+        layout.copied_axes, layout.own_axes, is_owner,
+    )  # fmt: skip
 
 
 def _cut_further(placement: Placement, cut_over: str | None) -> Iterator[tuple[str, int]]:

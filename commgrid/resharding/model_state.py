@@ -15,6 +15,7 @@ from commgrid.data_parallel.slot import Reducer, slot_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
+from commgrid.parameters.sharded_module import record_slices
 from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
 from commgrid.resharding.item import Item, Value, key_of, local_part, whole
 from commgrid.runtime.grid import HyperCommGrid
@@ -48,6 +49,7 @@ class ModelState:
         self.chunks = chunks_of(model)
         self._by_fsdp: list[FSDPModule] = []
         for chunk in self.chunks:
+            _refuse_further_state(chunk)
             for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
                     self._by_fsdp.append(module)
@@ -185,6 +187,40 @@ def chunks_of(model: object) -> list[nn.Module]:
 def _clean(name: str) -> str:
     """A name without what torch.compile and activation checkpointing put into it."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _refuse_further_state(model: nn.Module) -> None:
+    """Refuse modules whose state_dict has more than parameters, buffers and extra states.
+
+    Raises:
+        SpecError: names module and entry.
+    """
+    for name, module in model.named_modules():
+        if not _has_own_state_dict(module):
+            continue
+        known = {
+            _join(_clean(below), key)
+            for below, inner in module.named_modules(remove_duplicate=False)
+            for key in (*inner._parameters, *inner._buffers, "_extra_state")
+        }
+        more = [key for key in module.state_dict() if _clean(key) not in known]
+        if more:
+            raise SpecError(
+                f"{_join(name, more[0])} is in the state_dict of {type(module).__name__}, and no "
+                "parameter, buffer or get_extra_state() of a module, so that it would be lost; "
+                "register it as a buffer, or return it from get_extra_state()"
+            )
+
+
+def _has_own_state_dict(module: nn.Module) -> bool:
+    """Whether a class or a hook changes what a module's state_dict has."""
+    kind = type(module)
+    return (
+        kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.state_dict is not nn.Module.state_dict
+        or any(hook is not record_slices for hook in module._state_dict_hooks.values())
+        or bool(module._state_dict_pre_hooks)
+    )
 
 
 def _join(*names: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from commgrid.errors import SpecError
@@ -46,3 +46,17 @@ class Naming:
             )
             raise SpecError(f"{gave} {given!r}: expected a name, or None")
         return given
+
+
+def split_name(text: str, names: Container[str]) -> tuple[str, str]:
+    """Split `<parameter>.<key>` after a known parameter; after the last dot if none is known.
+
+    >>> split_name("up.weight.ema.fast", {"up.weight"}), split_name("up.weight.step", set())
+    (('up.weight', 'ema.fast'), ('up.weight', 'step'))
+    """
+    last = end = text.rfind(".")
+    while end > 0:
+        if text[:end] in names:
+            return text[:end], text[end + 1 :]
+        end = text.rfind(".", 0, end)
+    return text[: max(last, 0)], text[last + 1 :]

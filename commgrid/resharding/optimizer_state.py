@@ -2,12 +2,17 @@
 
 The keys are torch's for flattened optimizer state: `state.<parameter>.exp_avg`, and
 `param_groups.<parameter>.lr` for every option of the group that a parameter is in. Where half-
-precision parameters are updated in an fp32 copy, that is `state.<parameter>.master`.
+precision parameters are updated in an fp32 copy, that is `state.<parameter>.master`. A key that is
+no such word stands as Python writes it: `state.<parameter>.[0]`, and `['master']` of an optimizer
+that has one of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ast
+import math
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -15,17 +20,45 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
-from commgrid.errors import CheckpointError, SpecError
+from commgrid.equality.comparison import ByRank, Error, Fact, compare, ends_of
+from commgrid.errors import CheckpointError, GridMismatchError, SpecError
+from commgrid.replicas import groups_along
+from commgrid.resharding.equal_values import exact_number_of, tensors_in
 from commgrid.resharding.holders import SavedParameter, Turns
 from commgrid.resharding.item import Chunk, Item, Path, Shared, Value, key_of, local_part, whole
 from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.naming import split_name
 
 MASTER, CLASS = "master", "optimizer_class"
 OF_SCHEDULERS = {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr"}
 """Options that torch's learning rate schedulers add."""
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
+
+
+def not_taken(stored: Iterable[str], updated: Container[str]) -> list[str]:
+    """Names of an optimizer's entries that are of no parameter which is updated.
+
+    Args:
+        stored: names of a checkpoint.
+        updated: parameters, of all ranks.
+
+    Returns:
+        Of options one for each parameter, `optimizer.param_groups.<parameter>`.
+    """
+    found: dict[str, None] = {}
+    for kind in ("param_groups", "state"):
+        prefix = f"optimizer.{kind}."
+        for key in stored:
+            if not key.startswith(prefix):
+                continue
+            name, _ = split_name(key.removeprefix(prefix), updated)
+            if name not in updated:
+                group = f"optimizer.param_groups.{name}"
+                found[group if kind == "param_groups" or group in found else key] = None
+    return list(found)
 
 
 def copy_of(path: Path) -> Path:
@@ -54,9 +87,26 @@ class UpdatedPart:
         """The boxes of a tensor that is as the part."""
         return self.box.chunks(data, self.start, self.stop)
 
-    def path(self, key: str) -> tuple[str, str]:
-        """The name of an entry of its state."""
-        return "optimizer", f"state.{self.box.name}.{key}"
+    def path(self, text: str) -> tuple[str, str]:
+        """The name of an entry of its state, whose key is told so."""
+        return "optimizer", f"state.{self.box.name}.{text}"
+
+    def refuse_slices(self, text: str, held: Any) -> None:
+        """Refuse tensors of a slice's shape within a value, which is saved once for all slices."""
+        local = tuple(local_part(self.tensor).shape)
+        cut = math.prod(local) < math.prod(self.box.shape)
+        for each in tensors_in(held):
+            if isinstance(each, DTensor) or (cut and tuple(each.shape) == local):
+                raise SpecError(
+                    f"{self.box.name}: the optimizer's {text!r} is a {type(held).__name__} with a "
+                    f"tensor of shape {tuple(each.shape)}, as this rank's slice is of "
+                    f"{self.box.shape}; keep such tensors under keys of their own, as "
+                    f"state[parameter]['{text}.0']"
+                )
+
+    def is_like(self, held: Tensor) -> bool:
+        """Whether a tensor of the state has a number for each of the part's."""
+        return held.shape == self.tensor.shape and (held.dim() > 0 or not self.box.shape)
 
 
 class OptimizerState:
@@ -80,6 +130,7 @@ class OptimizerState:
             )
         self.optimizer, self._model = optimizer, model
         self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        _refuse_further_state(self.inner)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
         self.grid = model.grid
@@ -103,67 +154,72 @@ class OptimizerState:
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every entry of every parameter's state, and the options of its group."""
         for part in chain(*self.parts):
-            box, state = part.box, dict(self.inner.state.get(part.tensor, {}))
+            box = part.box
+            entries = {_text_of(part, key): held for key, held in self._state_of(part).items()}
             if part.has_copy:
-                state[MASTER] = part.tensor
-            for key, held in state.items():
+                entries[MASTER] = part.tensor
+            for text, held in entries.items():
                 size = held.nbytes if isinstance(held, Tensor) else 0
                 mine = turns.is_mine(box.copies, size) and box.is_owner
-                yield self._entry(part, key, held, mine)
+                yield self._entry(part, text, held, mine)
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         mine = turns.is_mine(everywhere, 0)
         yield Value((CLASS,), type(self.inner).__name__, mine, repeats=True)
         for group, boxes in zip(self.optimizer.param_groups, self.groups, strict=True):
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             values = {key: Shared(value) for key, value in options.items()}
-            alike = self._compared_along(boxes)
+            alike = _by_axes(boxes)
             for box in boxes:
                 mine = turns.is_mine(box.copies, 0) and box.is_owner and box.is_first
-                axes, names = alike.get(box.name, ((), ()))
+                names = alike[box.parts]  # compared for all of them with the first
+                axes, of = (box.parts, names) if box.name == names[0] else ((), ())
                 for key, value in values.items():
-                    yield Value(_option(box, key), value, mine, copies=axes, of=names)
+                    yield Value(_option(box, key), value, mine, copies=axes, of=tuple(of))
 
-    def _compared_along(
-        self, boxes: Sequence[SavedParameter]
-    ) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Choose a parameter of a group, whose options are compared for all, and the axes to do it.
+    def _state_of(self, part: UpdatedPart) -> Mapping[Any, Any]:
+        found: Mapping[Any, Any] = self.inner.state.get(part.tensor, {})
+        return found
 
-        Slices of one parameter have equal options too, so these are all axes but those along which
-        ranks have other parameters.
-
-        Returns:
-            By the first parameter of each region, the axes, and the region's parameters.
-        """
-        by_region: dict[str, list[str]] = {}
-        for box in boxes:
-            region = self._model.placements[box.name].region
-            by_region.setdefault(region, []).append(box.name)
-        others, layouts = {"pp", "ep"}, self.grid.spec.layouts
-        dense = layouts["dense"]
-        return {
-            names[0]: (
-                tuple(axis for axis in layouts.get(region, dense).shape if axis not in others),
-                tuple(names),
-            )
-            for region, names in by_region.items()
-        }
-
-    def _entry(self, part: UpdatedPart, key: str, held: Any, mine: bool) -> Item | Value:
-        # Of a parameter that is cut every part says the same; the first one does for all.
-        first = part.start == 0 and part.box.is_first
+    def _entry(self, part: UpdatedPart, text: str, held: Any, mine: bool) -> Item | Value:
+        # Of other than a number for each element, all parts say the same (`check_values`).
+        first, path = part.start == 0 and part.box.is_first, part.path(text)
+        copies = part.box.copies
         if not isinstance(held, Tensor):
-            return Value(part.path(key), held, mine and first, copies=part.box.copies)
-        if held.shape == part.tensor.shape and (held.dim() or not part.box.shape):
-            chunks, copies = part.chunks(held), part.box.copies
-            return Item(part.path(key), part.box.shape, chunks, held.dtype, mine, copies=copies)
+            part.refuse_slices(text, held)
+            return Value(path, held, mine and first, copies=copies)
+        if part.is_like(held):
+            return Item(path, part.box.shape, part.chunks(held), held.dtype, mine, copies=copies)
         if held.dim() == 0:
-            copies = part.box.copies
-            return whole(part.path(key), local_part(held), writes=mine and first, copies=copies)
+            return whole(path, local_part(held), writes=mine and first, copies=copies)
         raise SpecError(
-            f"{part.box.name}: the optimizer's {key!r} of shape {tuple(held.shape)} belongs to "
+            f"{part.box.name}: the optimizer's {text!r} of shape {tuple(held.shape)} belongs to "
             f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "
             "element-wise optimizers have"
         )
+
+    def check_values(self) -> None:
+        """Refuse state of one parameter that is one for all of its parts, and differs.
+
+        Collective over the ranks that have parts of the same parameters.
+
+        Raises:
+            GridMismatchError: names the parameter and two ranks.
+        """
+        said: dict[str, dict[str, Any]] = {}
+        for part in chain(*self.parts):
+            said[part.box.name] = {
+                _text_of(part, key): held
+                for key, held in self._state_of(part).items()
+                if not (isinstance(held, Tensor) and part.is_like(held))
+            }
+        facts = []
+        for axes, names in _by_axes(chain(*self.groups)).items():
+            numbers = [exact_number_of(said[n]) if n in said else math.nan for n in names]
+            for group in groups_along(axes, self.grid):
+                facts.append(Fact(group, numbers, _differing(names, said)))
+        wrong, _ = compare(facts, ())
+        if wrong is not None:
+            raise wrong
 
     # -- reading ------------------------------------------------------------------------
 
@@ -183,9 +239,11 @@ class OptimizerState:
             raise CheckpointError(
                 "it has no optimizer state; load the model alone, or save with optimizer="
             )
-        self._found: dict[str, dict[str, Tensor | Value]] = {}
-        self._options: dict[str, list[Value]] = {}
-        keys = _keys_by_parameter(stored)
+        self._found: dict[str, dict[Any, Tensor | Value]] = {}
+        self._copies: dict[str, Tensor] = {}
+        self._options: dict[str, dict[str, Value]] = {}
+        self._saved_as: dict[str, torch.dtype] = {}
+        keys = self._keys_by_parameter(stored)
         expected = set(self.inner.defaults)  # another version of torch may have some more
         for box in chain(*self.groups):
             options = keys["param_groups"].get(box.name, set()) - NO_OPTIONS
@@ -195,33 +253,57 @@ class OptimizerState:
                     f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
                     "another optimizer, or this parameter was not trained"
                 )
-            self._options[box.name] = [Value(_option(box, key)) for key in sorted(options)]
-            yield from self._options[box.name]
+            self._options[box.name] = {key: Value(_option(box, key)) for key in sorted(options)}
+            yield from self._options[box.name].values()
         for part in chain(*self.parts):
-            state = keys["state"].get(part.box.name, set())
-            found = self._found[part.box.name] = {}
-            for key in sorted(state - {MASTER}):
-                target = self._target(part, key, stored[key_of(part.path(key))], turns)
+            name, state = part.box.name, keys["state"].get(part.box.name, set())
+            found = self._found[name] = {}
+            own = {str(key): key for key in self._state_of(part)}
+            copied = MASTER in state and not self._has_own_master
+            path = part.path(MASTER) if copied else ("model", name)
+            weight = stored.get(key_of(path))
+            if isinstance(weight, TensorStorageMetadata):
+                self._saved_as[name] = weight.properties.dtype
+            for text in sorted(state - {MASTER} if copied else state):
+                target = self._target(part, text, stored[key_of(part.path(text))], turns)
+                key = _key_of_text(text, own)
                 found[key] = target if isinstance(target, Value) else target[1]
                 yield target if isinstance(target, Value) else target[0]
             if part.has_copy:
-                path = part.path(MASTER) if MASTER in state else ("model", part.box.name)
-                item, found[MASTER] = self._made(part, path, part.tensor.dtype, turns)
+                item, self._copies[name] = self._made(part, path, part.tensor.dtype, turns)
                 yield item
 
+    @property
+    def _has_own_master(self) -> bool:
+        """Whether `master` of others' files is state of this optimizer, which makes no copies."""
+        ours = isinstance(self.optimizer, ShardedOptimizer)
+        return not ours and not type(self.inner).__module__.startswith("torch.optim")
+
+    def _keys_by_parameter(self, stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:
+        """The last names of the keys of this rank's parameters, by kind and parameter."""
+        found: dict[str, dict[str, set[str]]] = {"state": {}, "param_groups": {}}
+        names = {box.name for box in chain(*self.groups)}
+        for key in stored:
+            for kind, by_name in found.items():
+                prefix = f"optimizer.{kind}."
+                if key.startswith(prefix):
+                    name, last = split_name(key[len(prefix) :], names)
+                    by_name.setdefault(name, set()).add(last)
+        return found
+
     def _target(
-        self, part: UpdatedPart, key: str, stored: Any, turns: Turns
+        self, part: UpdatedPart, text: str, stored: Any, turns: Turns
     ) -> Value | tuple[Item, Tensor]:
         if not isinstance(stored, TensorStorageMetadata):
-            return Value(part.path(key))
+            return Value(part.path(text))
         dtype = stored.properties.dtype
         if tuple(stored.size) == part.box.shape:
-            return self._made(part, part.path(key), dtype, turns)
+            return self._made(part, part.path(text), dtype, turns)
         if len(stored.size) == 0:
             made = torch.zeros((), dtype=dtype)
-            return whole(part.path(key), made), made
+            return whole(part.path(text), made), made
         raise CheckpointError(
-            f"its {key_of(part.path(key))} has shape {tuple(stored.size)}, but the parameter has "
+            f"its {key_of(part.path(text))} has shape {tuple(stored.size)}, but the parameter has "
             f"{part.box.shape}"
         )
 
@@ -238,9 +320,9 @@ class OptimizerState:
         return Item(path, part.box.shape, chunks, dtype, mine), made
 
     @property
-    def keys(self) -> list[str]:
-        """One for each parameter that it updates."""
-        return [key_of(_option(box, "")) for box in chain(*self.groups)]
+    def updated(self) -> list[str]:
+        """Names of the parameters that it updates."""
+        return [box.name for box in chain(*self.groups)]
 
     def check_options(self, read: Mapping[str, Any]) -> None:
         """Refuses another optimizer's state, and groups whose parameters were in different ones.
@@ -266,8 +348,7 @@ class OptimizerState:
                         )
 
     def _options_of(self, box: SavedParameter, read: Mapping[str, Any]) -> dict[str, Any]:
-        found = self._options[box.name]
-        return {value.path[1].rpartition(".")[2]: read[value.key] for value in found}
+        return {key: read[value.key] for key, value in self._options[box.name].items()}
 
     def take(self, read: Mapping[str, Any]) -> None:
         """Puts what was read in place; the model's weights are there already."""
@@ -286,13 +367,11 @@ class OptimizerState:
                     options[key] = value.to(own[key].device)
             groups.append({**own, **options, "params": list(range(index, index + len(parts)))})
             for part in parts:
-                found = dict(self._found[part.box.name])
-                master = found.pop(MASTER, None)
-                if isinstance(master, Tensor):
-                    part.tensor.data.copy_(master)
+                if part.box.name in self._copies:
+                    part.tensor.data.copy_(self._copies[part.box.name])
                 entries = {
                     key: read[held.key] if isinstance(held, Value) else held
-                    for key, held in found.items()
+                    for key, held in self._found[part.box.name].items()
                 }
                 if entries:
                     state[index] = entries
@@ -300,10 +379,100 @@ class OptimizerState:
         for group, inner in zip(groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in ("param_names",) if key in inner})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
+        self._keep_dtypes(state)
         if self.inner is not self.optimizer:
             pairs = zip(self.optimizer.param_groups, self.inner.param_groups, strict=True)
             for outer, inner in pairs:
                 outer.update({key: value for key, value in inner.items() if key not in NO_OPTIONS})
+
+    def _keep_dtypes(self, state: Mapping[int, Mapping[Any, Any]]) -> None:
+        """Undo torch's conversion of state to its parameter's dtype, unless it had that before."""
+        if type(self.inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            return  # which says itself what it converts
+        for index, part in enumerate(chain(*self.parts)):
+            before = self._saved_as.get(part.box.name)
+            for key, held in state.get(index, {}).items():
+                if key != "step" and before is not None:
+                    self.inner.state[part.tensor][key] = _beside(part.tensor, held, before)
+
+
+def _beside(parameter: Tensor, held: Any, before: torch.dtype) -> Any:
+    """State as it was saved, on its parameter's device; in its dtype where it was then.
+
+    Args:
+        before: the dtype that the parameter was saved in.
+    """
+    if isinstance(held, Tensor):
+        return held.to(parameter.device, parameter.dtype if held.dtype == before else held.dtype)
+    if isinstance(held, dict):
+        return {key: _beside(parameter, each, before) for key, each in held.items()}
+    if type(held) in (list, tuple):
+        return type(held)(_beside(parameter, each, before) for each in held)
+    return held
+
+
+def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps more than state of parameters and options of groups."""
+    kept = [f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)]
+    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if own or optimizer._optimizer_state_dict_post_hooks:
+        more = optimizer.state_dict().keys() - {"state", "param_groups"}
+        kept += [f"state_dict()[{key!r}]" for key in sorted(more, key=str)]
+    if kept:
+        raise SpecError(
+            f"{type(optimizer).__name__} keeps {kept[0]}, which belongs to no parameter and would "
+            "be lost; keep it in param_groups or in state[parameter], or give it as extra="
+        )
+
+
+def _by_axes(boxes: Iterable[SavedParameter]) -> dict[tuple[str, ...], list[str]]:
+    """The parameters' names by the axes along which ranks have parts or copies of them."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for box in boxes:
+        found.setdefault(box.parts, []).append(box.name)
+    return found
+
+
+def _differing(names: Sequence[str], said: Mapping[str, Mapping[str, Any]]) -> Error:
+    def told(place: int, by_rank: ByRank) -> GridMismatchError:
+        one, other = sorted(rank for _, rank in ends_of(by_rank, place))
+        entries = ", ".join(said.get(names[place], {})) or "an entry"
+        return GridMismatchError(
+            f"the optimizer's state of {names[place]}, in {entries}, differs between ranks {one} "
+            f"and {other}, which have parts or copies of it; what is no tensor of the parameter's "
+            "shape is saved once for all of them, and has to be equal"
+        )
+
+    return told
+
+
+def _text_of(part: UpdatedPart, key: Any) -> str:
+    """A key of the state as part of a name.
+
+    Raises:
+        SpecError: it is none that can be read back.
+    """
+    if isinstance(key, str) and key.isprintable() and key[:1] not in ("", "[") and key != MASTER:
+        return key
+    with suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(key)) == key:
+            return f"[{key!r}]"
+    raise SpecError(
+        f"{part.box.name}: the optimizer's state has the key {key!r}; expected a text, a number, "
+        "or a tuple of these"
+    )
+
+
+def _key_of_text(text: str, own: Mapping[str, Any]) -> Any:
+    """The key that a text is of; others write numbers as texts.
+
+    Args:
+        own: by text the keys that the optimizer has already.
+    """
+    if text[:1] == "[":
+        with suppress(ValueError, SyntaxError):
+            return ast.literal_eval(text[1:-1])
+    return own.get(text, text)
 
 
 def _parts(
@@ -325,18 +494,6 @@ def _parts(
 def _option(box: SavedParameter, key: str) -> Path:
     """The name of an option of the group that a parameter is in."""
     return "optimizer", f"param_groups.{box.name}.{key}"
-
-
-def _keys_by_parameter(stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:
-    """The last names of the keys, by kind and parameter."""
-    found: dict[str, dict[str, set[str]]] = {"state": {}, "param_groups": {}}
-    for key in stored:
-        for kind, names in found.items():
-            prefix = f"optimizer.{kind}."
-            if key.startswith(prefix):
-                name, _, last = key[len(prefix) :].rpartition(".")
-                names.setdefault(name, set()).add(last)
-    return found
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -27,7 +27,7 @@ from commgrid.resharding.item import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.optimizer_state import OptimizerState, copy_of
+from commgrid.resharding.optimizer_state import OptimizerState, copy_of, not_taken
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
@@ -212,6 +212,7 @@ class SourceSide(OneSide):
     values: dict[str, Any] = field(default_factory=dict, init=False)
     more: Offer | None = field(default=None, init=False)
     _boxes: SharedBoxes | None = field(default=None, init=False)
+    _optimizer_state: OptimizerState | None = field(default=None, init=False)
 
     @property
     def what(self) -> str:
@@ -231,7 +232,8 @@ class SourceSide(OneSide):
                     )
                 held.add(name, item.shape, item.dtype, item.chunks)
         if self.optimizer is not None:
-            for one in OptimizerState(self.optimizer, _with(self._state)).items(Turns(grid)):
+            self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
+            for one in self._optimizer_state.items(Turns(grid)):
                 if isinstance(one, Item):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
                 else:
@@ -247,6 +249,11 @@ class SourceSide(OneSide):
             group: of the ranks of both sides.
         """
         self._boxes = SharedBoxes(side, group)
+
+    def check_values(self) -> None:
+        """As `OptimizerState.check_values`; collective over the source."""
+        if self._optimizer_state is not None:
+            self._optimizer_state.check_values()
 
     def compare_copies(self) -> None:
         """Refuses to send one of several copies that differ.
@@ -294,11 +301,11 @@ class TargetSide(OneSide):
         """
         self._offered = dict(forms)
         self._stored = {
-            name: TensorStorageMetadata(
+            name if name.startswith("optimizer.") else f"model.{name}": TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, form.dtype)), torch.Size(form.shape), []
             )
-            for name, form in forms.items() if name.startswith("optimizer.")
-        }  # fmt: skip
+            for name, form in forms.items()
+        }
         values = {key: BytesStorageMetadata() for offer in offers for key in offer.keys}
         self._stored.update(values)
         self._told = frozenset(values)
@@ -319,7 +326,7 @@ class TargetSide(OneSide):
             )
         if self.optimizer is not None:
             self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
-            self.more = tuple(self._optimizer_state.keys)
+            self.more = tuple(self._optimizer_state.updated)
             for one in self._optimizer_state.targets(self._stored, Turns(grid)):
                 if isinstance(one, Item) and one.path[0] == "model":  # an fp32 copy that starts so
                     name = key_of(copy_of(one.path))
@@ -346,18 +353,15 @@ class TargetSide(OneSide):
         Raises:
             TransferError: names parameters.
         """
-        there = {
-            f"{key.rpartition('.')[0]}."
-            for offer in offers
-            for key in offer.keys if key.startswith(_OPTIONS)
-        }  # fmt: skip
-        known = {key for keys in wants for key in keys}
-        if there and not known:
+        told = [key for offer in offers for key in offer.keys]
+        there = [*self._offered, *dict.fromkeys(told)] if told else []
+        known = {name for names in wants for name in names}
+        unknown = sorted(key.removeprefix(_OPTIONS) for key in not_taken(there, known))
+        if unknown and not known:
             raise TransferError(
                 "the source has an optimizer and the target has none; give both, "
                 "optimizer=(source's, target's), or neither"
             )
-        unknown = sorted(key.removeprefix(_OPTIONS)[:-1] for key in there - known)
         if unknown:
             raise TransferError(
                 f"the source's optimizer updates {', '.join(unknown[:3])}"

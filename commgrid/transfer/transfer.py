@@ -203,6 +203,7 @@ class Transfer:
         told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
         self._target_side, _, more_devices, wants, partly, _ = told
         self._target.check_offer(offers, wants)
+        self._all_offer = len(offers) == len(self._source_side.places)
         self._device = device_of(self._group, devices | more_devices)
         at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
 
@@ -350,6 +351,8 @@ class Transfer:
 
         values = self._agree(lambda: self._source.values, merged)
         self._agree(lambda: self._target.begin(values), lambda _: None)
+        if self._all_offer:
+            self._agree(self._source.check_values, lambda _: None)
         return values
 
     def _agree(self, mine: Callable[[], Value], whole: Callable[[list[Value]], Answer]) -> Answer:

@@ -11,8 +11,8 @@ from torch import nn
 
 import commgrid
 from commgrid import checkpoint
-from commgrid.checkpoint.values import number_of
 from commgrid.errors import CheckpointError
+from commgrid.resharding.equal_values import number_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import run_on_ranks
 
