@@ -52,6 +52,7 @@ from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
 from commgrid.rendezvous.timeouts import Seconds
 from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.resharding.lost_numbers import refuse_lost
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.rebuild import States
@@ -210,7 +211,7 @@ def recover(
     )
     loading = Loading(grid, lambda: _Memory(mine, forms, grid, group), model, optimizer)
     at_first(group, loading.plan, loading.check_all, failed)
-    at_first(group, lambda: loading.read(lambda *_: None), lambda _: None, failed)
+    refuse_lost(at_first(group, lambda: loading.read(lambda *_: None), loading.check_lost, failed))
     partly = failure("the model is not to be used, as it was recovered in part")
     at_first(group, loading.take, lambda _: None, partly)
     forget(after=chosen.step, grid=grid.name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,11 @@ from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, whole
-from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.lost_numbers import Lost, lost_numbers, narrows, refuse_lost
+from commgrid.resharding.model_state import ModelState, chunks_of
 from commgrid.resharding.naming import Naming, Rename
-from commgrid.resharding.optimizer_state import OptimizerState, copy_of, not_taken
+from commgrid.resharding.optimizer_keys import copy_of, not_taken
+from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
@@ -123,7 +127,7 @@ def load(
 
     def source(path: Path) -> Source:
         if is_folder_of_them(path):
-            return Renamed(Safetensors(path), naming)
+            return Renamed(Safetensors(path, scales=not has_scales(model)), naming)
         return Renamed(Stored(path, trusted), naming, optimizer is not None)
 
     def call() -> Call:
@@ -158,7 +162,7 @@ def load(
     missing, unexpected = at_first(group, loading.plan, loading.check_all, failed)
     what = "the model" if found is None else f"step {found}"
     line, report = reporter(progress, f"loading {what}", grid)
-    at_first(group, lambda: loading.read(report), lambda _: None, failed)
+    refuse_lost(at_first(group, lambda: loading.read(report), loading.check_lost, failed))
     partly = failure(f"the model is not to be used, as {path} was loaded in part")
     at_first(group, loading.take, lambda _: None, partly)
     if line is not None:
@@ -166,6 +170,12 @@ def load(
     return Restored(
         found, path, loading.extra, loading.extra_per_rank, tuple(missing), tuple(unexpected)
     )
+
+
+def has_scales(model: Model) -> bool:
+    """Whether a model has weights of eight bits and less, and so their scales, itself."""
+    tensors = (t for chunk in chunks_of(model) for t in (*chunk.parameters(), *chunk.buffers()))
+    return any(t.is_floating_point() and t.itemsize < 2 for t in tensors)
 
 
 class Loading:
@@ -218,13 +228,16 @@ class Loading:
         return _Names([], [], []) if any(others) else _Names(names, missing, updated)
 
     def _source(self, item: Item) -> Item:
-        """Return the box to read a tensor into; from its fp32 copy if that is more precise."""
-        staged = item.staged()
-        stored, copy = self._stored.keys[item.key], copy_of(item.path)
-        if key_of(copy) not in self._stored.keys:
-            return staged
-        exact = torch.promote_types(item.dtype, stored.properties.dtype)
-        return staged if exact == stored.properties.dtype else replace(staged, path=copy)
+        """Return the box to read a tensor into; from its fp32 copy if that is more precise.
+
+        It has the checkpoint's dtype where the tensor's may not hold all of its numbers.
+        """
+        stored, path = self._stored.keys[item.key].properties.dtype, item.path
+        copy = self._stored.keys.get(key_of(copy_of(path)))
+        if copy is not None and torch.promote_types(item.dtype, stored) != stored:
+            stored, path = copy.properties.dtype, copy_of(path)
+        staged = item.staged(stored if narrows(stored, item.dtype) else None)
+        return replace(staged, path=path)
 
     def check_all(self, told: Sequence[_Names]) -> tuple[list[str], list[str]]:
         """Whether all stages together have all of the checkpoint's model.
@@ -257,11 +270,29 @@ class Loading:
             )
         return missing, [key.removeprefix(MODEL) for key in unknown]
 
-    def read(self, report: Report) -> None:
-        """Into memory of its own."""
+    def read(self, report: Report) -> dict[str, Lost]:
+        """Into memory of its own; return what tensors of another dtype do not hold."""
         self._values = self._stored.read(self._needed, report)
         if self._optimizer is not None:
             self._optimizer.check_options(self._values)
+        found: dict[str, Lost] = {}
+        for live, staged in zip(self._live, self._staged, strict=True):
+            if isinstance(live, Item) and isinstance(staged, Item) and live.dtype != staged.dtype:
+                total = math.prod(live.shape)
+                for chunk in staged.chunks:
+                    lost = lost_numbers(chunk.data, live.dtype, total)
+                    if lost.overflowed or (lost.vanished and staged.writes):  # each box once
+                        found[live.key] = found[live.key] + lost if live.key in found else lost
+        return found
+
+    @staticmethod
+    def check_lost(told: Sequence[Mapping[str, Lost]]) -> dict[str, Lost]:
+        """Return the numbers that are lost on all ranks, which is refused for other than a few."""
+        found: dict[str, Lost] = {}
+        for key, lost in chain.from_iterable(one.items() for one in told):
+            found[key] = found[key] + lost if key in found else lost
+        refuse_lost(found, CheckpointError, warns=False)
+        return found
 
     @torch.no_grad()
     def take(self) -> None:

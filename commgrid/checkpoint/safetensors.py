@@ -13,8 +13,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from commgrid.checkpoint.folder import complete, find
 from commgrid.checkpoint.foreign_names import MODEL
@@ -33,21 +39,127 @@ def is_folder_of_them(folder: Path) -> bool:
     return not ours and any(folder.glob(f"*{SUFFIX}"))
 
 
+class _Reader(QuantizedHuggingFaceStorageReader):
+    """torch's reader of the files that belong together.
+
+    Where there is an index, these are the files that it lists; others beside them, such as a
+    consolidated copy, are left alone. A weight with scales is read as their product.
+
+    Args:
+        folder: of the files.
+        scales: whether weights with scales are multiplied by these.
+    """
+
+    def __init__(self, folder: Path, scales: bool) -> None:
+        super().__init__(str(folder))
+        self._scales, self._folder = scales, folder
+        self.fs: Any = self  # which it asks for the files
+
+    def ls(self, _: str) -> list[str]:
+        """The files that belong together.
+
+        Raises:
+            CheckpointError: the index lists one that is missing.
+        """
+        indexes = sorted(self._folder.glob(f"*{SUFFIX}.index.json"))
+        if not indexes:
+            return sorted(str(path) for path in self._folder.glob(f"*{SUFFIX}"))
+        names: set[str] = set()
+        for index in indexes:
+            names.update(json.loads(index.read_text())["weight_map"].values())
+        for name in sorted(names):
+            if not (self._folder / name).is_file():
+                raise CheckpointError(
+                    f"{self._folder} has no {name}, which {indexes[0].name} lists; copy the file, "
+                    "or the whole folder again"
+                )
+        return [str(self._folder / name) for name in sorted(names)]
+
+    def read_metadata(self) -> Metadata:
+        """What is in the files; of weights with scales, what they are read as."""
+        metadata: Metadata = super().read_metadata()
+        keys: dict[str, Any] = metadata.state_dict_metadata
+        shapes = {}
+        for weight, scale in self._weight_scale_mapping.items():
+            stored, start = keys[weight], torch.Size([0] * len(keys[weight].size))
+            stored.properties.dtype = self.target_dtype
+            stored.chunks = [ChunkStorageMetadata(start, stored.size)]
+            metadata.storage_data[MetadataIndex(weight, start)] = self._places[weight]
+            if not weight.endswith(_BLOCKS):
+                shapes[weight] = stored.size, keys[scale].size
+        if shapes:
+            self.block_size = _block_size(shapes, self._folder / "config.json")
+        for scale in self._weight_scale_mapping.values():
+            del keys[scale]
+        return metadata
+
+    def _load_quantization_metadata(self) -> None:
+        """Find the scales by the names in the files, since a single file has no index."""
+        if not self._scales:
+            return
+        metadata = HuggingFaceStorageReader.read_metadata(self)
+        places = {index.fqn: info for index, info in metadata.storage_data.items()}
+        self._places = places
+        self._weight_map = {key: Path(info.relative_path).name for key, info in places.items()}
+        for key in places:
+            for end, of in ((_SCALE, ""), ("_scales", _BLOCKS)):
+                weight = key.removesuffix(end) + of
+                if key.endswith(end) and weight in places:
+                    self._weight_scale_mapping[weight] = key
+
+
+_SCALE, _BLOCKS = "_scale_inv", "_blocks"
+_SIDES = (128, 64, 256, 32, 512, 16)  # by the shapes, no two of these can be meant
+
+
+def _block_size(shapes: Mapping[str, tuple[torch.Size, torch.Size]], config: Path) -> int:
+    """The side of the square blocks that each have a scale.
+
+    Args:
+        shapes: of weights and of their scales, by name.
+        config: a model's, which may say it.
+
+    Raises:
+        CheckpointError: they are not square.
+    """
+    said = json.loads(config.read_text()) if config.exists() else {}
+    sides = said.get("quantization_config", {}).get("weight_block_size", _SIDES)
+    wrong = ""
+    for side in dict.fromkeys(sides) if len({*sides}) == 1 else _SIDES:
+        wrong = next(
+            (
+                f"{weight} of shape {tuple(size)} has scales of shape {tuple(scales)}"
+                for weight, (size, scales) in shapes.items()
+                if tuple(-(-length // side) for length in size) != tuple(scales)
+            ),
+            "",
+        )
+        if not wrong:
+            return int(side)
+    raise CheckpointError(
+        f"{wrong}; expected one for each square block of a matrix, as in block fp8"
+    )
+
+
 class Safetensors:
     """A folder of safetensors files as something to load from.
 
     Args:
         folder: it.
+        scales: whether weights with scales, in block fp8 or MXFP4, are read as numbers; False: as
+            they are, for a model that has scales itself.
 
     Raises:
         CheckpointError: the package safetensors is missing, or a file cannot be read.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, scales: bool = True) -> None:
         _check_package()
-        self._folder, self._reader = folder, HuggingFaceStorageReader(str(folder))
+        self._folder, self._reader = folder, _Reader(folder, scales)
         try:
             metadata = self._reader.read_metadata()
+        except CheckpointError:
+            raise
         except Exception as error:  # safetensors has errors of its own
             raise CheckpointError(f"{folder} cannot be read: {error}") from error
         for key, stored in metadata.state_dict_metadata.items():
@@ -76,6 +188,7 @@ class Safetensors:
         for number, item in enumerate(items):
             if isinstance(item, Value):
                 raise CheckpointError(f"{self._folder} has tensors alone, and no {item.key}")
+            self._refuse_unscaled(item)
             plan += planner.reads(f"{number}", item, self.keys[item.key])
         try:
             self._reader.read_data(LoadPlan(plan), planner).wait()
@@ -83,6 +196,16 @@ class Safetensors:
             raise CheckpointError(f"{self._folder} cannot be read: {error}") from error
         planner.finish()
         return {}
+
+    def _refuse_unscaled(self, item: Item) -> None:
+        """Refuse a weight whose scale is beside it, and not multiplied here."""
+        dtype = self.keys[item.key].properties.dtype
+        scales = [key for key in self.keys if key.startswith(f"{item.key}_scale")]
+        if scales and dtype.itemsize == 1 and dtype != item.dtype:
+            raise CheckpointError(
+                f"{item.key} is {dtype}, to be multiplied by {scales[0]}, which is not known how; "
+                "expected weight_scale_inv of square blocks, or a model with the same dtype"
+            )
 
 
 class _Into(DefaultLoadPlanner):

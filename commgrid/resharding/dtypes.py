@@ -6,6 +6,7 @@ import re
 
 _FLOATS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
 """Binary digits of a number; whole numbers up to 2 to that power are exact."""
+_SCALED = re.compile(r"float\d+_e\d+m(\d+)")
 _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 """The dtype of the real and the imaginary part."""
 
@@ -13,10 +14,12 @@ _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16
 def keeps_numbers(source: str, target: str) -> bool:
     """Whether numbers of one dtype are what they were in another one, up to floating precision.
 
+    Floats of eight bits and less are scaled; without a scale they hold no others' numbers.
+
     Example:
         >>> keeps_numbers("float32", "bfloat16"), keeps_numbers("uint8", "int64")
         (True, True)
-        >>> keeps_numbers("float32", "int8"), keeps_numbers("uint8", "int8")
+        >>> keeps_numbers("float32", "int8"), keeps_numbers("bfloat16", "float8_e4m3fn")
         (False, False)
     """
     if source == target:
@@ -25,7 +28,7 @@ def keeps_numbers(source: str, target: str) -> bool:
     if source in _PARTS:
         return target in _PARTS
     if _digits(source):
-        return digits > 0
+        return digits > 0 and _SCALED.match(target) is None
     if digits:
         low, high = _range(source)
         return max(-low, high) <= 1 << digits
@@ -36,7 +39,7 @@ def keeps_numbers(source: str, target: str) -> bool:
 
 def _digits(dtype: str) -> int:
     """Of floating numbers and parts of complex ones; 0 of other dtypes."""
-    mantissa = re.match(r"float\d+_e\d+m(\d+)", dtype)
+    mantissa = _SCALED.match(dtype)
     return int(mantissa[1]) + 1 if mantissa else _FLOATS.get(_PARTS.get(dtype, dtype), 0)
 
 

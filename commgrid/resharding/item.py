@@ -67,10 +67,13 @@ class Item:
         """The name in the checkpoint."""
         return key_of(self.path)
 
-    def staged(self) -> Item:
+    def staged(self, dtype: torch.dtype | None = None) -> Item:
         """The same boxes with memory of their own, on the CPU, to be read into."""
-        chunks = [Chunk(c.offset, torch.empty_like(c.data, device="cpu")) for c in self.chunks]
-        return Item(self.path, self.shape, chunks, self.dtype, self.writes)
+        chunks = [
+            Chunk(c.offset, torch.empty_like(c.data, dtype=dtype, device="cpu"))
+            for c in self.chunks
+        ]
+        return Item(self.path, self.shape, chunks, dtype or self.dtype, self.writes)
 
     def take(self, staged: Item) -> None:
         """Copies what was read."""

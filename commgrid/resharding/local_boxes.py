@@ -71,6 +71,11 @@ class LocalBoxes:
                 return tensors[0][tuple(slice(b - o, b - o + n) for b, n, o in places)]
         raise AssertionError(f"{name} has no {box}")
 
+    def tensors(self, name: str) -> list[Tensor]:
+        """This rank's boxes of a tensor, each once; []: it has none."""
+        held = self._tensors.get(name)
+        return [] if held is None else [tensors[0] for tensors in held.chunks.values()]
+
     def copy_further(self) -> None:
         """Gives copies of a name on this rank what the first of them has got."""
         for held in self._tensors.values():

@@ -9,10 +9,8 @@ that has one of its own.
 
 from __future__ import annotations
 
-import ast
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -29,41 +27,15 @@ from commgrid.replicas import groups_along
 from commgrid.resharding.equal_values import exact_number_of, tensors_in
 from commgrid.resharding.holders import SavedParameter, Turns
 from commgrid.resharding.item import Chunk, Item, Path, Shared, Value, key_of, local_part, whole
+from commgrid.resharding.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import split_name
+from commgrid.resharding.optimizer_keys import MASTER, key_of_text, refuse_further_state, text_of
 
-MASTER, CLASS = "master", "optimizer_class"
+CLASS = "optimizer_class"
 OF_SCHEDULERS = {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr"}
 """Options that torch's learning rate schedulers add."""
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
-
-
-def not_taken(stored: Iterable[str], updated: Container[str]) -> list[str]:
-    """Names of an optimizer's entries that are of no parameter which is updated.
-
-    Args:
-        stored: names of a checkpoint.
-        updated: parameters, of all ranks.
-
-    Returns:
-        Of options one for each parameter, `optimizer.param_groups.<parameter>`.
-    """
-    found: dict[str, None] = {}
-    for kind in ("param_groups", "state"):
-        prefix = f"optimizer.{kind}."
-        for key in stored:
-            if not key.startswith(prefix):
-                continue
-            name, _ = split_name(key.removeprefix(prefix), updated)
-            if name not in updated:
-                group = f"optimizer.param_groups.{name}"
-                found[group if kind == "param_groups" or group in found else key] = None
-    return list(found)
-
-
-def copy_of(path: Path) -> Path:
-    """The name of the fp32 copy of a parameter of the model."""
-    return "optimizer", f"state.{path[-1]}.{MASTER}"
 
 
 @dataclass(frozen=True)
@@ -130,7 +102,7 @@ class OptimizerState:
             )
         self.optimizer, self._model = optimizer, model
         self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-        _refuse_further_state(self.inner)
+        refuse_further_state(self.inner)
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.wait()
         self.grid = model.grid
@@ -155,7 +127,9 @@ class OptimizerState:
         """Every entry of every parameter's state, and the options of its group."""
         for part in chain(*self.parts):
             box = part.box
-            entries = {_text_of(part, key): held for key, held in self._state_of(part).items()}
+            entries = {
+                text_of(part.box.name, key): held for key, held in self._state_of(part).items()
+            }
             if part.has_copy:
                 entries[MASTER] = part.tensor
             for text, held in entries.items():
@@ -208,7 +182,7 @@ class OptimizerState:
         said: dict[str, dict[str, Any]] = {}
         for part in chain(*self.parts):
             said[part.box.name] = {
-                _text_of(part, key): held
+                text_of(part.box.name, key): held
                 for key, held in self._state_of(part).items()
                 if not (isinstance(held, Tensor) and part.is_like(held))
             }
@@ -266,7 +240,7 @@ class OptimizerState:
                 self._saved_as[name] = weight.properties.dtype
             for text in sorted(state - {MASTER} if copied else state):
                 target = self._target(part, text, stored[key_of(part.path(text))], turns)
-                key = _key_of_text(text, own)
+                key = key_of_text(text, own)
                 found[key] = target if isinstance(target, Value) else target[1]
                 yield target if isinstance(target, Value) else target[0]
             if part.has_copy:
@@ -378,6 +352,7 @@ class OptimizerState:
                 index += 1
         for group, inner in zip(groups, self.inner.param_groups, strict=True):
             group.update({key: inner[key] for key in ("param_names",) if key in inner})
+        state = self._as_saved(state)
         self.inner.load_state_dict({"state": state, "param_groups": groups})
         self._keep_dtypes(state)
         if self.inner is not self.optimizer:
@@ -385,15 +360,33 @@ class OptimizerState:
             for outer, inner in pairs:
                 outer.update({key: value for key, value in inner.items() if key not in NO_OPTIONS})
 
+    def _as_saved(self, state: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
+        """State on its parameters' devices, in their dtypes where it was saved in these.
+
+        Raises:
+            CheckpointError: numbers are too large or too small for a parameter's dtype.
+        """
+        found: dict[int, dict[Any, Any]] = {}
+        lost: dict[str, Lost] = {}
+        for index, part in enumerate(chain(*self.parts)):
+            before = self._saved_as.get(part.box.name, part.tensor.dtype)
+            for key, held in state.get(index, {}).items():
+                now = held if key == "step" else _beside(part.tensor, held, before)
+                found.setdefault(index, {})[key] = now
+                if isinstance(held, Tensor) and now.dtype != held.dtype:
+                    name = key_of(part.path(text_of(part.box.name, key)))
+                    lost[name] = lost_numbers(held, now.dtype, held.numel())
+        refuse_lost(lost, CheckpointError)
+        return found
+
     def _keep_dtypes(self, state: Mapping[int, Mapping[Any, Any]]) -> None:
-        """Undo torch's conversion of state to its parameter's dtype, unless it had that before."""
+        """Undo torch's conversion of state to its parameter's dtype."""
         if type(self.inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
             return  # which says itself what it converts
         for index, part in enumerate(chain(*self.parts)):
-            before = self._saved_as.get(part.box.name)
-            for key, held in state.get(index, {}).items():
-                if key != "step" and before is not None:
-                    self.inner.state[part.tensor][key] = _beside(part.tensor, held, before)
+            entries = {key: held for key, held in state.get(index, {}).items() if key != "step"}
+            if entries:
+                self.inner.state[part.tensor].update(entries)
 
 
 def _beside(parameter: Tensor, held: Any, before: torch.dtype) -> Any:
@@ -409,20 +402,6 @@ def _beside(parameter: Tensor, held: Any, before: torch.dtype) -> Any:
     if type(held) in (list, tuple):
         return type(held)(_beside(parameter, each, before) for each in held)
     return held
-
-
-def _refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that keeps more than state of parameters and options of groups."""
-    kept = [f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)]
-    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    if own or optimizer._optimizer_state_dict_post_hooks:
-        more = optimizer.state_dict().keys() - {"state", "param_groups"}
-        kept += [f"state_dict()[{key!r}]" for key in sorted(more, key=str)]
-    if kept:
-        raise SpecError(
-            f"{type(optimizer).__name__} keeps {kept[0]}, which belongs to no parameter and would "
-            "be lost; keep it in param_groups or in state[parameter], or give it as extra="
-        )
 
 
 def _by_axes(boxes: Iterable[SavedParameter]) -> dict[tuple[str, ...], list[str]]:
@@ -444,35 +423,6 @@ def _differing(names: Sequence[str], said: Mapping[str, Mapping[str, Any]]) -> E
         )
 
     return told
-
-
-def _text_of(part: UpdatedPart, key: Any) -> str:
-    """A key of the state as part of a name.
-
-    Raises:
-        SpecError: it is none that can be read back.
-    """
-    if isinstance(key, str) and key.isprintable() and key[:1] not in ("", "[") and key != MASTER:
-        return key
-    with suppress(ValueError, SyntaxError):
-        if ast.literal_eval(repr(key)) == key:
-            return f"[{key!r}]"
-    raise SpecError(
-        f"{part.box.name}: the optimizer's state has the key {key!r}; expected a text, a number, "
-        "or a tuple of these"
-    )
-
-
-def _key_of_text(text: str, own: Mapping[str, Any]) -> Any:
-    """The key that a text is of; others write numbers as texts.
-
-    Args:
-        own: by text the keys that the optimizer has already.
-    """
-    if text[:1] == "[":
-        with suppress(ValueError, SyntaxError):
-            return ast.literal_eval(text[1:-1])
-    return own.get(text, text)
 
 
 def _parts(

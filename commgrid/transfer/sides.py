@@ -27,7 +27,8 @@ from commgrid.resharding.item import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.optimizer_state import OptimizerState, copy_of, not_taken
+from commgrid.resharding.optimizer_keys import copy_of, not_taken
+from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
@@ -387,6 +388,19 @@ class TargetSide(OneSide):
                 self._optimizer_state.take(values)
         elif self._state is not None:
             self._state.tell_loaded()
+
+
+def refuse_shared_memory(source: LocalBoxes | None, target: LocalBoxes | None) -> None:
+    """A target in the source's memory would be overwritten while it is sent."""
+    if source is None or target is None:
+        return
+    sources = source.storages()
+    for place, name in target.storages().items():
+        if place in sources:
+            raise TransferError(
+                f"{name} of the target shares its memory with {sources[place]} of the source; give "
+                "the target tensors of its own, or leave it out with only="
+            )
 
 
 def _refuse_one_memory(held: LocalBoxes) -> None:

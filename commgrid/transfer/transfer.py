@@ -22,6 +22,7 @@ from commgrid.grid_pairs.pairing import Pairing, check_alive
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
+from commgrid.resharding.lost_numbers import lost_between, refuse_lost
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
@@ -33,7 +34,7 @@ from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.models import Model, Names, Only
-from commgrid.transfer.sides import SourceSide, TargetSide
+from commgrid.transfer.sides import SourceSide, TargetSide, refuse_shared_memory
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
@@ -277,6 +278,7 @@ class Transfer:
         consequence = "nothing was moved; make a new Transfer"
         try:
             self._compare_copies()
+            self._check_numbers()
             values = self._exchange_values()
             consequence = _UNUSABLE
             self._carry()
@@ -340,6 +342,13 @@ class Transfer:
                 raise failed
 
         self._agree(tell, lambda _: None)
+
+    def _check_numbers(self) -> None:
+        """Refuse numbers that the target's dtypes do not hold."""
+        sides = self._source_side, self._target_side
+        found = lost_between(self._source.held, *sides, self._group, self._device)
+        if found:
+            self._agree(lambda: refuse_lost(found, TransferError), lambda _: None)
 
     def _exchange_values(self) -> dict[str, Any]:
         """The optimizers' values that are no tensors, of all ranks; {}: no optimizer is moved."""
@@ -449,16 +458,3 @@ def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
     if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
         return kinds["cuda"]
     return kinds["cpu"]
-
-
-def refuse_shared_memory(source: LocalBoxes | None, target: LocalBoxes | None) -> None:
-    """A target in the source's memory would be overwritten while it is sent."""
-    if source is None or target is None:
-        return
-    sources = source.storages()
-    for place, name in target.storages().items():
-        if place in sources:
-            raise TransferError(
-                f"{name} of the target shares its memory with {sources[place]} of the source; give "
-                "the target tensors of its own, or leave it out with only="
-            )

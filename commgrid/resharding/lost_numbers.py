@@ -1,0 +1,140 @@
+"""Lost numbers: those that a tensor of a narrower dtype makes infinite, or zero."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.plain import all_reduce
+from commgrid.errors import CommGridError, GridMismatchError
+from commgrid.resharding.layouts import GridLayouts
+from commgrid.resharding.local_boxes import LocalBoxes
+
+_MOST = 1000
+"""One number in so many may become zero."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Counts of numbers of one tensor.
+
+    Args:
+        dtype: of the target, as torch names it.
+        overflowed: how many would be infinite.
+        vanished: how many others would be zero.
+        total: how many the whole tensor has.
+    """
+
+    dtype: str
+    overflowed: int
+    vanished: int
+    total: int
+
+    def __add__(self, other: Lost) -> Lost:
+        """The counts of two parts of a tensor."""
+        overflowed, vanished = self.overflowed + other.overflowed, self.vanished + other.vanished
+        return Lost(self.dtype, overflowed, vanished, self.total)
+
+
+def narrows(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether a dtype has a smaller range than another; False where one is of whole numbers."""
+    both = [dtype.to_real() if dtype.is_complex else dtype for dtype in (source, target)]
+    if not all(dtype.is_floating_point for dtype in both):
+        return False
+    one, other = map(torch.finfo, both)
+    return other.max < one.max or other.smallest_normal * other.eps > one.smallest_normal * one.eps
+
+
+@torch.no_grad()
+def lost_numbers(tensor: Tensor, dtype: torch.dtype, total: int) -> Lost:
+    """Count the numbers of a tensor that a dtype does not hold.
+
+    Args:
+        tensor: of which `total` numbers are all.
+        dtype: that it is going to have.
+    """
+    if tensor.is_complex():
+        tensor, dtype = torch.view_as_real(tensor), dtype.to_real()
+    name = str(dtype).removeprefix("torch.")
+    if not tensor.numel() or not narrows(tensor.dtype, dtype):
+        return Lost(name, 0, 0, total)
+    limits, sizes = torch.finfo(dtype), tensor.abs()
+    least, most = sizes.aminmax()
+    if least >= limits.smallest_normal and most <= limits.max:  # as weights nearly always are
+        return Lost(name, 0, 0, total)
+    held = tensor.to(dtype)
+    overflowed = int((tensor.isfinite() & ~held.isfinite()).sum())
+    return Lost(name, overflowed, int(((sizes != 0) & (held == 0)).sum()), total)
+
+
+def lost_between(
+    held: LocalBoxes | None,
+    source: GridLayouts,
+    target: GridLayouts,
+    group: ProcessGroup,
+    device: torch.device,
+) -> dict[str, Lost]:
+    """Count what targets of narrower dtypes do not hold; collective over the group.
+
+    Args:
+        held: this rank's boxes of the source.
+        source, target: both sides.
+
+    Returns:
+        For each such target.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    reads = target.reads
+    for name, form in target.forms.items():
+        dtype: torch.dtype = getattr(torch, form.dtype)
+        if narrows(getattr(torch, source.forms[reads[name]].dtype), dtype):
+            dtypes[name] = dtype
+    if not dtypes:
+        return {}
+    counts = torch.zeros(len(dtypes), 3, dtype=torch.int64)
+    for row, (name, dtype) in zip(counts, dtypes.items(), strict=True):
+        for tensor in held.tensors(reads[name]) if held is not None else ():
+            lost = lost_numbers(tensor, dtype, tensor.numel())
+            row += torch.tensor([lost.overflowed, lost.vanished, lost.total])
+    rows = all_reduce(counts.to(device), group, op="sum").tolist()
+    forms = target.forms
+    return {name: Lost(forms[name].dtype, *row) for name, row in zip(dtypes, rows, strict=True)}
+
+
+def refuse_lost(
+    found: Mapping[str, Lost], kind: type[CommGridError] = GridMismatchError, warns: bool = True
+) -> None:
+    """Refuse a conversion that loses numbers; warn of one that loses a few.
+
+    Args:
+        found: by name; those of which a target holds all may be among them.
+        kind: of the error.
+        warns: False: another call does.
+
+    Raises:
+        CommGridError: some overflow, or a thousandth of a tensor's or more become zero.
+    """
+    for name, lost in found.items():
+        if lost.overflowed:
+            raise kind(
+                f"{name}: {lost.overflowed} of {lost.total} numbers are too large for "
+                f"{lost.dtype}; give it a tensor of a wider dtype, or scale them first"
+            )
+        if lost.vanished * _MOST >= lost.total > 0 and lost.vanished:
+            raise kind(
+                f"{name}: {lost.vanished} of {lost.total} numbers are too small for {lost.dtype} "
+                "and would be zero; give it a tensor of a wider dtype, or scale them first"
+            )
+    few = [f"{lost.vanished} of {lost.total} of {name}" for name, lost in found.items()
+           if lost.vanished]  # fmt: skip
+    if few and warns:
+        more = f" and of {len(few) - 3} more tensors" if len(few) > 3 else ""
+        warnings.warn(
+            f"numbers too small for their new dtype became zero: {', '.join(few[:3])}{more}",
+            stacklevel=2,
+        )
