@@ -6,7 +6,6 @@ import operator
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.values import OWN, own_path
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
-from commgrid.errors import CheckpointError, GridMismatchError, SpecError
-from commgrid.replicas import Copy, differing, groups_along
-from commgrid.resharding.equal_values import number_of, numbers_of
+from commgrid.errors import CheckpointError, SpecError
+from commgrid.resharding.copies import compare_copies, compare_members
+from commgrid.resharding.equal_values import numbers_of
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
@@ -195,6 +194,7 @@ def keep(
 
     at_first(group, call, compare, failed)
     at_first(group, state.check_values, lambda _: None, failed)
+    at_first(group, lambda: state.compare_members(items), lambda _: None, failed)
     keep_items(step, items, grid, group, failed)
 
 
@@ -217,6 +217,7 @@ class _State:
     optimizer: torch.optim.Optimizer | None
     extra: Mapping[str, Any]
     extra_per_rank: Mapping[str, Any]
+    _of_model: ModelState = field(init=False)
     _of_optimizer: OptimizerState | None = field(default=None, init=False)
 
     def call(self) -> Call:
@@ -229,6 +230,10 @@ class _State:
         if self._of_optimizer is not None:
             self._of_optimizer.check_values()
 
+    def compare_members(self, items: Sequence[Item | Value]) -> None:
+        """Refuse members of an ensemble, of which one would be saved for all; collective."""
+        compare_members(items, self._of_model)
+
     def items(self, grid: HyperCommGrid, first: bool = False) -> Iterator[Item | Value]:
         """Yield what this rank has of it.
 
@@ -237,7 +242,7 @@ class _State:
             first: True: of copies, the first rank's are written; False: ranks take turns.
         """
         turns = Turns(grid, first)
-        state = ModelState(self.model, grid)
+        state = self._of_model = ModelState(self.model, grid)
         yield from state.items(turns)
         if self.optimizer is not None:
             self._of_optimizer = OptimizerState(self.optimizer, state)
@@ -288,8 +293,10 @@ class _Saving:
     def check(self) -> None:
         """Refuse copies that differ, and state that differs between parts of a parameter."""
         if self._compares:
-            _compare_copies(self.items, self._grid)
+            compare_copies(self.items, self._grid)
             self._state.check_values()
+        else:
+            self._state.compare_members(self.items)
 
     def write(self, report: Report) -> Any:
         """Write this rank's file; return its contents for `complete`."""
@@ -343,45 +350,6 @@ def _written(item: Item | Value) -> Item | Value:
     if isinstance(item, Value) or item.writes or item.repeats:
         return item
     return replace(item, chunks=[])
-
-
-def _compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
-    """Refuse to write one of several copies that differ.
-
-    Collective over the grid, all of whose ranks have items of one model.
-
-    Raises:
-        GridMismatchError: names tensor and ranks.
-    """
-    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
-    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
-    told = differing(_copies(items, grid), groups=[one for groups in everywhere for one in groups])
-    if told is not None:
-        raise GridMismatchError(
-            f"{told}; these should be copies, of which one would have been saved for all. Where "
-            "ranks have slices, say so with a ShardedModule's shard_dims; buffers that ranks have "
-            "of their own register as persistent=False; where copies may differ, as kernels that "
-            'are not deterministic make them, save(…, copies="first") writes the first rank\'s'
-        )
-
-
-def _copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> list[Copy]:
-    """Return the tensors of which other ranks should have copies, with the groups of these."""
-    copies: list[Copy] = []
-    num_shared = 0
-    groups_of = cache(lambda axes: groups_along(axes, grid))
-    for item in items:
-        if isinstance(item, Item):
-            for chunk in item.chunks:
-                copies.append(Copy(item.key, chunk.data, groups_of(item.copies)))
-                if item.shared is not None:  # under a name per stage
-                    key = f"shared {num_shared}"
-                    copies.append(Copy(item.key, chunk.data, (item.shared,), key))
-                    num_shared += 1
-        elif item.copies:
-            number = number_of([item.value, item.of])
-            copies.append(Copy(item.key, number, groups_of(item.copies)))
-    return copies
 
 
 def _named(what: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -15,7 +15,9 @@ from commgrid.data_parallel.slot import Reducer, slot_of
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
+from commgrid.parameters.layout import axes_in_use
 from commgrid.parameters.sharded_module import record_slices
+from commgrid.planning.region import AXES
 from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
 from commgrid.resharding.item import Item, Value, key_of, local_part, whole
 from commgrid.runtime.grid import HyperCommGrid
@@ -99,6 +101,15 @@ class ModelState:
     def has_foreign(self) -> bool:
         """Whether another library's layers have cut some of its parameters."""
         return bool(self._cuts)
+
+    @property
+    def own_axes(self) -> list[str]:
+        """The user's own axes along which no layer or reducer says that ranks have one model."""
+        used = axes_in_use(self.placements.values(), self.grid)
+        for reducer in self._reducers():
+            used |= reducer.groups.used
+        named = dict.fromkeys(axis for region in self.grid.spec.regions for axis in region.axes)
+        return [a for a in named if a not in AXES and a not in used and self.grid.size(a) > 1]
 
     def box_of(self, placement: Placement, cut_over: str | None) -> SavedParameter:
         """This rank's boxes of a parameter, which a sharded optimizer may have cut further."""

@@ -22,6 +22,7 @@ from commgrid.equality.digest import Digest, digest, quick_digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.layout.box import Box
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.resharding.copies import compare_members
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Shared, Value, key_of
 from commgrid.resharding.layouts import Form, GridLayouts
@@ -99,6 +100,11 @@ class OneSide(ABC):
         if self._state is not None:
             self._state.settle()
         return tensors_of(self.model) == self._seen
+
+    @property
+    def has_members(self) -> bool:
+        """Whether its grid has an axis along which ranks may have other models."""
+        return self._state is not None and bool(self._state.own_axes)
 
     @abstractmethod
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
@@ -214,13 +220,21 @@ class SourceSide(OneSide):
     more: Offer | None = field(default=None, init=False)
     _boxes: SharedBoxes | None = field(default=None, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
+    _items: list[Item] = field(default_factory=list, init=False)
 
     @property
     def what(self) -> str:
         return "source"
 
+    def compare_members(self) -> None:
+        """As `copies.compare_members`; collective over the source."""
+        if self._state is not None:
+            compare_members(self._items, self._state)
+
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
+        self._items = list(items)
+        items = self._items
         called: dict[str, str] = {}
         for item in items:
             name = self.names.of_source(item.path[-1])

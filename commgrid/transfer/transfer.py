@@ -53,6 +53,7 @@ class _Told:
         more: what goes with an optimizer.
         partly: whether only= was given.
         compares: whether copies are to be compared.
+        members: whether the source may be an ensemble.
     """
 
     layout: bytes | None
@@ -61,6 +62,7 @@ class _Told:
     more: Any
     partly: bool
     compares: bool
+    members: bool
 
 
 class Transfer:
@@ -194,15 +196,16 @@ class Transfer:
             layout = held.layout if held is not None else None
             devices = frozenset(held.device_types if held is not None else ())
             compares = self._copies == "compare"
-            return _Told(layout, host, devices, side.more, self._names.is_partial, compares)
+            partly, members = self._names.is_partial, side.has_members
+            return _Told(layout, host, devices, side.more, partly, compares, members)
 
         told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
-        self._source_side, hosts, devices, offers, _, self._compares = told
+        self._source_side, hosts, devices, offers, _, self._compares, self._has_members = told
         if self._compares:
             self._source.compare_boxes_of(self._source_side, self._group)
         self._target.take_offer(self._source_side.forms, offers)
         told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
-        self._target_side, _, more_devices, wants, partly, _ = told
+        self._target_side, _, more_devices, wants, partly, _, _ = told
         self._target.check_offer(offers, wants)
         self._all_offer = len(offers) == len(self._source_side.places)
         self._device = device_of(self._group, devices | more_devices)
@@ -227,7 +230,7 @@ class Transfer:
 
     def _gathered(
         self, told: list[_Told]
-    ) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool]:
+    ) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool, bool]:
         by_rank = dict(zip(self._barriers.ranks, told, strict=True))
         layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
         return (
@@ -237,6 +240,7 @@ class Transfer:
             [one.more for one in told if one.more is not None],
             any(one.partly for one in told),
             all(one.compares for one in told),
+            any(one.members for one in told),
         )
 
     # -- moving -------------------------------------------------------------------------
@@ -327,6 +331,8 @@ class Transfer:
     def _compare_copies(self) -> None:
         """Refuses to send one of several copies that differ; what all agree on is one number."""
         if not self._compares:
+            if self._has_members:
+                self._agree(self._source.compare_members, lambda _: None)
             return
         failed: Exception | None = None
         try:

@@ -1,0 +1,84 @@
+"""Comparison of items that ranks should have alike, before one of them is saved or sent for all."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from functools import cache
+
+from torch.distributed import ProcessGroup
+
+from commgrid.errors import GridMismatchError
+from commgrid.replicas import Copy, differing, groups_along
+from commgrid.resharding.equal_values import number_of
+from commgrid.resharding.item import Item, Value
+from commgrid.resharding.model_state import ModelState
+from commgrid.runtime.grid import HyperCommGrid
+
+
+def compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
+    """Refuse to write one of several copies that differ.
+
+    Collective over the grid, all of whose ranks have items of one model.
+
+    Raises:
+        GridMismatchError: names tensor and ranks.
+    """
+    axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
+    everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
+    told = differing(_copies(items, grid), groups=[one for groups in everywhere for one in groups])
+    if told is not None:
+        raise GridMismatchError(
+            f"{told}; these should be copies, of which one would have been saved for all. Where "
+            "ranks have slices, say so with a ShardedModule's shard_dims; buffers that ranks have "
+            "of their own register as persistent=False; where copies may differ, as kernels that "
+            'are not deterministic make them, save(…, copies="first") writes the first rank\'s'
+        )
+
+
+def compare_members(items: Sequence[Item | Value], model: ModelState) -> None:
+    """Refuse what differs along axes of the user's own, such as the members of an ensemble.
+
+    These have one name each and other numbers, of which one member's would be there for all.
+    Collective over the grid.
+
+    Raises:
+        GridMismatchError: names tensor and ranks.
+    """
+    axes, grid = model.own_axes, model.grid
+    groups = [one for axis in axes for one in groups_along([axis], grid)]
+    told = differing(_copies(items, grid, axes), groups=groups)
+    if told is not None:
+        raise GridMismatchError(
+            f"{told}, along an axis of your own, {' or '.join(axes)}, which no layer or reducer of "
+            "the model names; one member's numbers would be there for all. Give each member a grid "
+            "of its own, or its modules names of their own"
+        )
+
+
+def _copies(
+    items: Sequence[Item | Value], grid: HyperCommGrid, axes: Collection[str] | None = None
+) -> list[Copy]:
+    """Return the tensors of which other ranks should have copies, with the groups of these.
+
+    Args:
+        axes: along these alone; None: along all.
+    """
+    copies: list[Copy] = []
+    num_shared = 0
+
+    @cache
+    def groups_of(named: tuple[str, ...]) -> tuple[ProcessGroup, ...]:
+        return groups_along([axis for axis in named if axes is None or axis in axes], grid)
+
+    for item in items:
+        if isinstance(item, Item):
+            for chunk in item.chunks:
+                copies.append(Copy(item.key, chunk.data, groups_of(item.copies)))
+                if item.shared is not None and axes is None:  # under a name per stage
+                    key = f"shared {num_shared}"
+                    copies.append(Copy(item.key, chunk.data, (item.shared,), key))
+                    num_shared += 1
+        elif item.copies:
+            number = number_of([item.value, item.of])
+            copies.append(Copy(item.key, number, groups_of(item.copies)))
+    return copies
