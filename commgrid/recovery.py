@@ -80,6 +80,7 @@ class Recovered:
         extra: what was kept or saved with it.
         extra_per_rank: what ranks had of their own, as `checkpoint.load` offers it.
         lost: with a checkpoint: names of the entries that no rank had in memory, if any were kept.
+        same_layout: as `checkpoint.load` says it.
     """
 
     step: int
@@ -87,6 +88,7 @@ class Recovered:
     extra: dict[str, Any]
     extra_per_rank: list[dict[str, Any]]
     lost: tuple[str, ...] = ()
+    same_layout: bool = False
 
 
 def rebuild(
@@ -200,8 +202,8 @@ def recover(
         )
         step = restored.step or 0
         forget(after=step, grid=grid.name)
-        own = restored.extra_per_rank
-        return Recovered(step, CHECKPOINT, restored.extra, own, chosen.lost)
+        own, same = restored.extra_per_rank, restored.same_layout
+        return Recovered(step, CHECKPOINT, restored.extra, own, chosen.lost, same)
     mine = next((state for state in kept_states(grid.name) if state.tag == chosen.tag), None)
     forms = at_first(
         group,
@@ -215,7 +217,8 @@ def recover(
     partly = failure("the model is not to be used, as it was recovered in part")
     at_first(group, loading.take, lambda _: None, partly)
     forget(after=chosen.step, grid=grid.name)
-    return Recovered(chosen.step, chosen.source, loading.extra, loading.extra_per_rank)
+    own, same = loading.extra_per_rank, loading.same_layout
+    return Recovered(chosen.step, chosen.source, loading.extra, own, same_layout=same)
 
 
 @dataclass(frozen=True)

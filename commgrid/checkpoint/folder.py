@@ -16,11 +16,26 @@ from pathlib import Path
 from uuid import uuid4
 
 from commgrid.checkpoint.writer import sync
-from commgrid.errors import CheckpointError
+from commgrid.errors import CheckpointError, SpecError
 
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/)")  # Path("s3://a") is s3:/a
 _COMPLETE = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.step_(\d+)\.replaced")
 _LEFT = re.compile(r"\.step_(\d+)(\.[0-9a-f]+)?\.(partial|deleted)")
+
+
+def local(folder: str | Path) -> Path:
+    """The absolute path of a folder that this machine has.
+
+    Raises:
+        SpecError: it is a URL.
+    """
+    if match := _URL.match(str(folder)):
+        raise SpecError(
+            f"{folder}: checkpoints go to a folder of a file system, and {match[1]} is none that "
+            "is mounted here; mount it, or copy folders with a tool of its own, such as fsspec"
+        )
+    return Path(folder).absolute()
 
 
 def complete(folder: Path) -> dict[int, Path]:

@@ -82,14 +82,14 @@ class Renamed:
             if key.startswith(begin):
                 if begin == _STATE or not is_nested:
                     name, last = split_name(key.removeprefix(begin), self._known)
-                    own = naming.of_model(name)
-                    self._name(None if own is None else f"{begin}{own}.{last}", key)
+                    for own in naming.all_of_model(name):
+                        self._name(f"{begin}{own}.{last}", key)
                 return
         if key.startswith(("optimizer.", "extra.", "extra_per_rank.")) or key == "optimizer_class":
             self._name(key, key)
         elif key.startswith(naming.prefix) and (naming.prefix or key != "step"):
-            own = naming.of_model(key.removeprefix(naming.prefix).removeprefix("."))
-            self._name(None if own is None else MODEL + own, key)
+            for own in naming.all_of_model(key.removeprefix(naming.prefix).removeprefix(".")):
+                self._name(MODEL + own, key)
         else:
             self._name(key, key)
 
@@ -108,12 +108,10 @@ class Renamed:
             if not stored.startswith(begin) or option == "params" or "." in option:
                 continue
             for name in members:
-                own = naming.of_model(name)
-                self._name(None if own is None else f"{_OPTIONS}{own}.{option}", stored)
+                for own in naming.all_of_model(name):
+                    self._name(f"{_OPTIONS}{own}.{option}", stored)
 
-    def _name(self, name: str | None, stored: str) -> None:
-        if name is None:
-            return
+    def _name(self, name: str, stored: str) -> None:
         other = self._stored.setdefault(name, stored)
         if other != stored:
             raise CheckpointError(

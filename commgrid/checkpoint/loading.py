@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from commgrid.checkpoint import folder as folders
@@ -29,7 +30,7 @@ from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.foreign_names import MODEL, Renamed, Source
 from commgrid.checkpoint.reader import Stored
 from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
-from commgrid.checkpoint.values import offered
+from commgrid.checkpoint.values import is_same_layout, offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
 from commgrid.errors import CheckpointError
@@ -58,6 +59,8 @@ class Restored:
             fewer, ranks beyond get nothing.
         missing: with `strict=False`, the model's names that the checkpoint has not.
         unexpected: with `strict=False`, the checkpoint's names that the model has not.
+        same_layout: whether each rank gets exactly what it had of its own. Else random states are
+            not to be set: copies of a model need equal ones, so all begin with one seed.
     """
 
     step: int | None
@@ -66,11 +69,12 @@ class Restored:
     extra_per_rank: list[dict[str, Any]]
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    same_layout: bool = False
 
 
 def steps(folder: str | Path) -> list[int]:
     """The steps of which a folder has complete checkpoints, ascending."""
-    return list(folders.complete(Path(folder)))
+    return list(folders.complete(folders.local(folder)))
 
 
 @tells_failures
@@ -143,7 +147,7 @@ def load(
     def choose(calls: list[Call]) -> tuple[int | None, Path]:
         compare(calls)
         settle()
-        path = Path(folder).absolute()
+        path = folders.local(folder)
         if is_folder_of_them(path):
             if step is not None:
                 raise CheckpointError(f"{path} is a checkpoint, and not of step {step}")
@@ -167,9 +171,9 @@ def load(
     at_first(group, loading.take, lambda _: None, partly)
     if line is not None:
         line.finish(f"loaded {what} from {path}")
-    return Restored(
-        found, path, loading.extra, loading.extra_per_rank, tuple(missing), tuple(unexpected)
-    )
+    names = tuple(missing), tuple(unexpected)
+    own = loading.extra_per_rank
+    return Restored(found, path, loading.extra, own, *names, loading.same_layout)
 
 
 def has_scales(model: Model) -> bool:
@@ -207,6 +211,7 @@ class Loading:
         self._live = list(self._model.items(turns))
         names = [item.key for item in self._live]
         missing: list[str] = []
+        tied = [_Tied.of(one) for one in self._live if isinstance(one, Item) and one.shared]
         if not self._strict:
             missing = [key for key in names if key not in self._stored.keys]
             self._live = [item for item in self._live if item.key in self._stored.keys]
@@ -225,7 +230,9 @@ class Loading:
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
         updated = self._optimizer.updated if self._optimizer is not None else []
-        return _Names([], [], []) if any(others) else _Names(names, missing, updated)
+        if any(others):
+            return _Names([], [], [], [])
+        return _Names(names, missing, updated, tied)
 
     def _source(self, item: Item) -> Item:
         """Return the box to read a tensor into; from its fp32 copy if that is more precise.
@@ -251,6 +258,7 @@ class Loading:
             for name in dict.fromkeys(name for names in told for name in names.missing)
         ]
         there = [key for key in self._stored.keys if key.startswith(MODEL)]
+        _check_tied(told)
         unknown = [key for key in there if key not in known]
         if self._optimizer is not None:
             updated = {name for names in told for name in names.updated}
@@ -313,6 +321,11 @@ class Loading:
         }
 
     @property
+    def same_layout(self) -> bool:
+        """Whether every rank is offered exactly what it had itself."""
+        return is_same_layout(self._stored.keys, self._grid)
+
+    @property
     def extra_per_rank(self) -> list[dict[str, Any]]:
         """The old ranks' own values that this rank is offered."""
         return [self._values[value.key] for value in self._own]
@@ -326,11 +339,54 @@ class _Names:
         own: of its model.
         missing: of those, what the checkpoint has not.
         updated: parameters that its optimizer updates.
+        tied: parameters of which other stages have copies, under any names.
     """
 
     own: list[str]
     missing: list[str]
     updated: list[str]
+    tied: list[_Tied]
+
+
+@dataclass(frozen=True)
+class _Tied:
+    """A parameter of a stage, and what it has in common with its copies on others.
+
+    Args:
+        alike: the ranks with copies, and the full shape.
+        key: its name.
+    """
+
+    alike: tuple[tuple[int, ...], tuple[int, ...]]
+    key: str
+
+    @classmethod
+    def of(cls, item: Item) -> _Tied:
+        assert item.shared is not None
+        return cls((tuple(dist.get_process_group_ranks(item.shared)), tuple(item.shape)), item.key)
+
+
+def _check_tied(told: Sequence[_Names]) -> None:
+    """Refuse a tied weight that some stages would load and others would not.
+
+    Raises:
+        CheckpointError: names the parameter that the checkpoint has not, and its copy.
+    """
+    found: dict[Any, dict[int, tuple[list[str], list[str]]]] = {}
+    for stage, names in enumerate(told):
+        for one in names.tied:
+            there, missing = found.setdefault(one.alike, {}).setdefault(stage, ([], []))
+            (missing if one.key in names.missing else there).append(one.key)
+    for stages in found.values():
+        if len({len(missing) for _, missing in stages.values()}) == 1:
+            continue
+        lacking = next(missing[0] for _, missing in stages.values() if missing)
+        copy = next(there[0] for there, _ in stages.values() if there)
+        raise CheckpointError(
+            f"{lacking} is a copy of another stage's {copy}, which the checkpoint has, and would "
+            "keep its own numbers; give both with rename={name: ["
+            f"{copy.removeprefix(MODEL)!r}, {lacking.removeprefix(MODEL)!r}]}}"
+        )
 
 
 def _extra(key: str, stored: Any) -> Item | Value:

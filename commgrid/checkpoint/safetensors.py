@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from commgrid.checkpoint.folder import complete, find
+from commgrid.checkpoint.folder import complete, find, local
 from commgrid.checkpoint.foreign_names import MODEL
 from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
 from commgrid.checkpoint.writer import Report
@@ -266,12 +266,12 @@ def export(
     _check_package()
     from safetensors.torch import save_file
 
-    target, naming = Path(to), Naming(MODEL, rename)
+    target, naming = local(to), Naming(MODEL, rename)
     if target.is_dir() and any(target.glob(f"*{SUFFIX}")):
         raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
     if dtype is not None and not dtype.is_floating_point:
         raise SpecError(f"dtype={dtype}: expected one with fractions, as torch.bfloat16")
-    stored = Stored(find(Path(folder).absolute(), step)[1])
+    stored = Stored(find(local(folder), step)[1])
     stored.check_files()
     shards = _shards(stored.keys, naming, dtype, file_bytes)
     target.mkdir(parents=True, exist_ok=True)

@@ -125,7 +125,7 @@ def save(
     group = everyone(grid)
     failed = failure(f"step {step} was not saved to {folder}")
     state = _State(step, model, optimizer, extra or {}, extra_per_rank or {})
-    saving = _Saving(grid, Path(folder).absolute(), state, keep, copies)
+    saving = _Saving(grid, folders.local(folder), state, keep, copies)
 
     def call() -> Call:
         return saving.call() | {"background": background, "keep_in_memory": keep_in_memory}

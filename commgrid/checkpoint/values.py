@@ -49,6 +49,19 @@ def offered(keys: Iterable[str], grid: HyperCommGrid) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
+def is_same_layout(keys: Iterable[str], grid: HyperCommGrid) -> bool:
+    """Return whether each rank of a grid had values of its own, and each of these has a rank."""
+    had = {
+        frozenset(place for place in key.removeprefix(f"{OWN}.").split() if place[-2:] != "=0")
+        for key in keys if key.startswith(f"{OWN}.")
+    }  # fmt: skip
+    layout = grid.spec.layout("dense")
+    coordinates = map(layout.coordinate, grid.spec.grid_ranks)
+    return had == {
+        frozenset(f"{axis}={place}" for axis, place in one.items() if place) for one in coordinates
+    }
+
+
 def random_states(generators: Mapping[str, torch.Generator] | None = None) -> dict[str, Any]:
     """Return the states of this process's generators, for `save(…, extra_per_rank=…)`.
 

@@ -181,6 +181,12 @@ class GridLayouts:
             for place in self.layouts_with[listed]
         }
 
+    def held_by(self, rank: int) -> dict[str, Form]:
+        """A rank's tensors, and how it has each."""
+        place = self.places[rank]
+        forms = self.tables[place]
+        return {name: forms[number] for name, number, _ in self.names[self.packed[place][0]]}
+
     def holders(self, name: str) -> list[int]:
         """The ranks that have some of a tensor."""
         return sorted(rank for place in self.held_as(name) for rank in self.ranks_of[place])

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from commgrid.errors import SpecError
 
-Rename = Mapping[str, str] | Callable[[str], str | None]
+Rename = Mapping[str, str | Sequence[str]] | Callable[[str], str | Sequence[str] | None]
 """Others' names to the model's; a name that is not in the mapping stays, a tensor for whose name a
-function returns None is left out."""
+function returns None is left out. Several names are those of tied weights."""
 
 
 class Naming:
@@ -36,16 +36,31 @@ class Naming:
         Raises:
             SpecError: it is neither a text nor None.
         """
+        found = self.all_of_model(name)
+        if len(found) > 1:
+            raise SpecError(
+                f"rename= gives {name!r} the names {', '.join(found)}; expected one here, several "
+                "are for checkpoint.load"
+            )
+        return found[0] if found else None
+
+    def all_of_model(self, name: str) -> Sequence[str]:
+        """The model's names of a tensor, several of tied weights; none: it is left out.
+
+        Raises:
+            SpecError: they are not texts.
+        """
         if self._rename is None:
-            return name
+            return [name]
         given: Any
         given = self._rename(name) if callable(self._rename) else self._rename.get(name, name)
-        if given is not None and not isinstance(given, str):
+        found = [] if given is None else [given] if isinstance(given, str) else given
+        if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
             gave = (
                 f"rename({name!r}) returned" if callable(self._rename) else f"rename[{name!r}] is"
             )
-            raise SpecError(f"{gave} {given!r}: expected a name, or None")
-        return given
+            raise SpecError(f"{gave} {given!r}: expected a name, a list of names, or None")
+        return found
 
 
 def split_name(text: str, names: Container[str]) -> tuple[str, str]:

@@ -7,13 +7,18 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.errors import ShapeError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.resharding.item import Chunk, Item, local_part
 from commgrid.resharding.naming import Naming, Rename
+from commgrid.runtime.grid import HyperCommGrid
+from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat import groups as torch_groups
 
 Only = Iterable[str] | Callable[[str], bool]
 
@@ -170,3 +175,32 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
         offset = tuple(begin + more for begin, more in zip(given.offset, inner, strict=True))
     chunks = [Chunk(offset, data)] if data.numel() else []
     return Item(("model", name), shape, chunks, tensor.dtype)
+
+
+def grids_of(
+    source: Model | None,
+    target: Model | None,
+    source_grid: HyperCommGrid | None,
+    target_grid: HyperCommGrid | None,
+) -> dict[str, HyperCommGrid]:
+    """This rank's grid of each side that it is on."""
+    found: dict[str, HyperCommGrid] = {}
+    for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
+        if grid is not None and not isinstance(grid, HyperCommGrid):
+            raise SpecError(f"{side}_grid={grid!r}: expected a grid, or None on other ranks")
+        if grid is not None or model is not None:
+            found[side] = grid or get_grid()
+    if not found:
+        raise SpecError(
+            "Transfer(None, None): call it on the ranks of the two grids alone, each with its "
+            "part of the model; a rank without a part gives its grid"
+        )
+    return found
+
+
+def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
+    """The device of messages: the GPU if the group can send from it and all tensors are there."""
+    kinds = {device.type: device for device in torch_groups.devices_of(group)}
+    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
+        return kinds["cuda"]
+    return kinds["cpu"]

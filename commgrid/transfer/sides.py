@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -17,11 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.equality.digest import Digest, digest, quick_digest
 from commgrid.errors import GridMismatchError, SpecError, TransferError
-from commgrid.layout.box import Box
-from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.copies import compare_members
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Shared, Value, key_of
@@ -31,11 +26,10 @@ from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_keys import copy_of, not_taken
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
+from commgrid.transfer.shared_boxes import SharedBoxes
 
 _OPTIONS = "optimizer.param_groups."
-_ABSENT = -(1 << 63)  # less than any digest and its negative
 
 
 @dataclass(frozen=True)
@@ -102,6 +96,15 @@ class OneSide(ABC):
         return tensors_of(self.model) == self._seen
 
     @property
+    def place(self) -> tuple[int, ...]:
+        """Coordinates on the axes along which ranks are no replicas of one another."""
+        if self.grid is None:
+            return ()
+        coordinate = self.grid.spec.layout("dense").coordinate(self.grid.rank)
+        same = {axis for axis in coordinate if axis == "cp" or axis.startswith("dp")}
+        return tuple(index for axis, index in coordinate.items() if axis not in same)
+
+    @property
     def has_members(self) -> bool:
         """Whether its grid has an axis along which ranks may have other models."""
         return self._state is not None and bool(self._state.own_axes)
@@ -109,102 +112,6 @@ class OneSide(ABC):
     @abstractmethod
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         """Adds the tensors of the model and its optimizer."""
-
-
-@dataclass(frozen=True)
-class _SharedKind:
-    """Tensors that lie alike, and those of their boxes that several ranks hold.
-
-    Args:
-        start: the number of the first tensor's first box, among all shared ones.
-        boxes: each with the places of the layouts that have it.
-    """
-
-    start: int
-    names: list[str]
-    boxes: list[tuple[Box, tuple[int, ...]]]
-
-    @property
-    def count(self) -> int:
-        """Its boxes, of all tensors."""
-        return len(self.names) * len(self.boxes)
-
-
-class SharedBoxes:
-    """The boxes of a source's tensors that several ranks hold, which should be equal.
-
-    Tensors of one name and one box are copies: on ranks along dp, on stages that tie a weight, or
-    in two mappings.
-
-    Args:
-        side: what all ranks hold.
-        group: whose ranks compare, with or without boxes of their own.
-    """
-
-    def __init__(self, side: GridLayouts, group: ProcessGroup) -> None:
-        self._group, self._ranks_of = group, side.ranks_of
-        self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
-        alike: dict[Any, list[str]] = {}
-        for name, kind in side.kinds.items():
-            alike.setdefault(kind, []).append(name)
-        self._kinds: list[_SharedKind] = []
-        self._count = 0
-        for names in alike.values():
-            places: dict[Box, list[int]] = {}
-            for place, form in side.held_as(names[0]).items():
-                for box in form.boxes:
-                    places.setdefault(box, []).append(place)
-            shared = [
-                (box, tuple(have)) for box, have in places.items()
-                if sum(len(side.ranks_of[place]) for place in have) > 1
-            ]  # fmt: skip
-            self._kinds.append(_SharedKind(self._count, names, shared))
-            self._count += self._kinds[-1].count
-
-    def differing(self, held: LocalBoxes | None) -> str | None:
-        """Describe a difference, with its ranks; None: there is none. Collective over the group."""
-        if not self._count or not len(self._odd(held, quick_digest)[0]):
-            return None
-        odd, mine = self._odd(held, digest)
-        if not len(odd):
-            return None
-        first = int(odd[0])
-        found = all_gather(mine[first : first + 1], self._group).tolist()
-        by_rank = dict(zip(dist.get_process_group_ranks(self._group), found, strict=True))
-        name, box, places = self._box(first)
-        ranks = sorted(rank for place in places for rank in self._ranks_of[place])
-        lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
-        others = describe_ranks([one for one in ranks if one not in lead])
-        more = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
-        return (
-            f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
-            f"differs between {describe_ranks(lead)} and {others}{more}"
-        )
-
-    def _odd(self, held: LocalBoxes | None, how: Digest) -> tuple[Tensor, Tensor]:
-        """Return the numbers of boxes whose digests differ, and this rank's digests."""
-        device = torch_groups.devices_of(self._group)[-1]
-        mine = torch.full((self._count,), _ABSENT, device=device)
-        if held is not None:
-            for number, name, box in self._own_boxes():  # less a bit, so that each has a negative
-                mine[number] = how(held.view(name, box)).bitwise_right_shift(1)
-        has = mine != _ABSENT
-        both = torch.cat([mine, torch.where(has, -mine, mine)])
-        largest, smallest = all_reduce(both, self._group, op="max").chunk(2)
-        return (largest != -smallest).nonzero().flatten(), mine
-
-    def _own_boxes(self) -> Iterator[tuple[int, str, Box]]:
-        """This rank's boxes, each with its number."""
-        for kind in self._kinds:
-            for b, (box, places) in enumerate(kind.boxes):
-                if self._own in places:
-                    for n, name in enumerate(kind.names):
-                        yield kind.start + n * len(kind.boxes) + b, name, box
-
-    def _box(self, number: int) -> tuple[str, Box, tuple[int, ...]]:
-        kind = next(each for each in self._kinds if number < each.start + each.count)
-        n, b = divmod(number - kind.start, len(kind.boxes))
-        return (kind.names[n], *kind.boxes[b])
 
 
 @dataclass

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
@@ -28,12 +27,11 @@ from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError, no_answer_of
-from commgrid.runtime.registry import get_grid
 from commgrid.store.search import first_line
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
-from commgrid.transfer.models import Model, Names, Only
+from commgrid.transfer.models import Model, Names, Only, device_of, grids_of
+from commgrid.transfer.shared_boxes import check_replicas
 from commgrid.transfer.sides import SourceSide, TargetSide, refuse_shared_memory
 
 COPIES = ("compare", "any")
@@ -54,6 +52,7 @@ class _Told:
         partly: whether only= was given.
         compares: whether copies are to be compared.
         members: whether the source may be an ensemble.
+        place: a side's, as `TargetSide` has it.
     """
 
     layout: bytes | None
@@ -63,6 +62,7 @@ class _Told:
     partly: bool
     compares: bool
     members: bool
+    place: tuple[int, ...]
 
 
 class Transfer:
@@ -197,14 +197,21 @@ class Transfer:
             devices = frozenset(held.device_types if held is not None else ())
             compares = self._copies == "compare"
             partly, members = self._names.is_partial, side.has_members
-            return _Told(layout, host, devices, side.more, partly, compares, members)
+            return _Told(layout, host, devices, side.more, partly, compares, members, side.place)
 
         told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
         self._source_side, hosts, devices, offers, _, self._compares, self._has_members = told
         if self._compares:
             self._source.compare_boxes_of(self._source_side, self._group)
         self._target.take_offer(self._source_side.forms, offers)
-        told = at_first(self._group, lambda: tell(self._target), self._gathered, failed)
+
+        def hear(told: list[_Told]) -> Any:
+            found = self._gathered(told)
+            places = dict(zip(self._barriers.ranks, (one.place for one in told), strict=True))
+            check_replicas(found[0], places)
+            return found
+
+        told = at_first(self._group, lambda: tell(self._target), hear, failed)
         self._target_side, _, more_devices, wants, partly, _, _ = told
         self._target.check_offer(offers, wants)
         self._all_offer = len(offers) == len(self._source_side.places)
@@ -435,32 +442,3 @@ def _failure(what: str) -> Callable[[str], TransferError]:
 def _end(pair_group: PairGroup, barriers: TransferBarriers, broken: bool = False) -> None:
     pair_group.end(broken)
     barriers.close()
-
-
-def grids_of(
-    source: Model | None,
-    target: Model | None,
-    source_grid: HyperCommGrid | None,
-    target_grid: HyperCommGrid | None,
-) -> dict[str, HyperCommGrid]:
-    """This rank's grid of each side that it is on."""
-    found: dict[str, HyperCommGrid] = {}
-    for side, model, grid in (("source", source, source_grid), ("target", target, target_grid)):
-        if grid is not None and not isinstance(grid, HyperCommGrid):
-            raise SpecError(f"{side}_grid={grid!r}: expected a grid, or None on other ranks")
-        if grid is not None or model is not None:
-            found[side] = grid or get_grid()
-    if not found:
-        raise SpecError(
-            "Transfer(None, None): call it on the ranks of the two grids alone, each with its "
-            "part of the model; a rank without a part gives its grid"
-        )
-    return found
-
-
-def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
-    """The device of messages: the GPU if the group can send from it and all tensors are there."""
-    kinds = {device.type: device for device in torch_groups.devices_of(group)}
-    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
-        return kinds["cuda"]
-    return kinds["cpu"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import commgrid
 from commgrid import checkpoint
@@ -55,6 +57,57 @@ def test_each_old_ranks_values_are_offered_to_one_new_rank(
             ranks *= size
         told = run_on_ranks(call, ranks, str(tmp_path), sizes)
     assert told == offered
+
+
+def draws(folder: str, sizes: Sizes, fsdp: bool, way: str) -> tuple[bool, float]:
+    """Whether the layout is the same, and what dropout would draw, by the page's recipe."""
+    grid = commgrid.initialize(**sizes)
+    layer: Any = nn.Linear(4, 4)
+    if fsdp and "dp" in sizes:
+        fully_shard(layer, mesh=grid.device_mesh("dp"))
+    torch.manual_seed(100 + grid.rank)
+    if way == "save":
+        states = {"random": checkpoint.random_states()}
+        checkpoint.save(folder, 1, layer, extra_per_rank=states, copies="first", progress=False)
+        same = True
+    else:
+        restored = checkpoint.load(folder, layer, progress=False)
+        same = restored.same_layout
+        if restored.same_layout:
+            (own,) = restored.extra_per_rank
+            checkpoint.set_random_states(own["random"])
+        else:
+            torch.manual_seed(1234 + (restored.step or 0))
+    drawn = torch.rand(()).item()
+    commgrid.shutdown()
+    return same, drawn
+
+
+@pytest.mark.parametrize("fsdp", [False, True], ids=["plain", "fsdp"])
+@pytest.mark.parametrize(
+    ("before", "after", "same"),
+    [
+        ({"dp": 2}, {"dp": 2}, True),
+        ({"dp": 2}, {"dp": 2, "tp": 1}, True),
+        ({"dp": 2}, {"tp": 2}, False),
+        ({"tp": 2}, {"dp": 2}, False),
+        ({"dp": 2}, {"dp": 1}, False),
+        ({"dp": 2}, {"dp": 4}, False),
+        ({"dp": 2, "tp": 2}, {"dp": 4}, False),
+    ],
+    ids=str,
+)
+def test_random_states_are_set_where_each_rank_gets_its_own(
+    before: Sizes, after: Sizes, same: bool, fsdp: bool, tmp_path: Path
+) -> None:
+    num_before, num_after = (math.prod(sizes.values()) for sizes in (before, after))
+    had = run_on_ranks(draws, num_before, str(tmp_path), before, fsdp, "save")
+    found = run_on_ranks(draws, num_after, str(tmp_path), after, fsdp, "load")
+    assert {one for one, _ in found} == {same}
+    if same:
+        assert found == had
+    else:
+        assert len({drawn for _, drawn in found}) == 1
 
 
 def kept_and_recovered() -> list[int]:

@@ -1,0 +1,150 @@
+"""Boxes that several ranks of a transfer's side hold, and that are to be alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.equality.digest import Digest, digest, quick_digest
+from commgrid.errors import TransferError
+from commgrid.layout.box import Box
+from commgrid.layout.rank_text import describe_ranks
+from commgrid.resharding.layouts import GridLayouts
+from commgrid.resharding.local_boxes import LocalBoxes
+from commgrid.torch_compat import groups as torch_groups
+
+_ABSENT = -(1 << 63)  # less than any digest and its negative
+
+
+def check_replicas(target: GridLayouts, places: Mapping[int, tuple[int, ...]]) -> None:
+    """Refuse a replica that leaves out some of the names of another one.
+
+    Args:
+        target: what its ranks hold.
+        places: each rank's coordinates on the axes along which it is no replica.
+
+    Raises:
+        TransferError: names the tensor and both ranks.
+    """
+    first: dict[tuple[Any, ...], int] = {}
+    for rank, place in target.places.items():
+        first.setdefault((places[rank], place), rank)
+    by_place: dict[tuple[int, ...], list[int]] = {}
+    for (where, _), rank in first.items():
+        by_place.setdefault(where, []).append(rank)
+    for ranks in by_place.values():
+        held = {rank: target.held_by(rank).items() for rank in ranks}
+        most = max(ranks, key=lambda rank: len(held[rank]))
+        if not all(held[rank] <= held[most] for rank in ranks):
+            continue  # such as ranks that have other experts
+        for rank in ranks:
+            left_out = [name for name, _ in held[most] - held[rank]]
+            if held[rank] and left_out:
+                raise TransferError(
+                    f"rank {rank} of the target is a replica of rank {most}, and leaves out "
+                    f"{min(left_out)}, which would stay as it is there; give both the same names, "
+                    "or leave it out with only="
+                )
+
+
+@dataclass(frozen=True)
+class _SharedKind:
+    """Tensors that lie alike, and those of their boxes that several ranks hold.
+
+    Args:
+        start: the number of the first tensor's first box, among all shared ones.
+        boxes: each with the places of the layouts that have it.
+    """
+
+    start: int
+    names: list[str]
+    boxes: list[tuple[Box, tuple[int, ...]]]
+
+    @property
+    def count(self) -> int:
+        """Its boxes, of all tensors."""
+        return len(self.names) * len(self.boxes)
+
+
+class SharedBoxes:
+    """The boxes of a source's tensors that several ranks hold, which should be equal.
+
+    Tensors of one name and one box are copies: on ranks along dp, on stages that tie a weight, or
+    in two mappings.
+
+    Args:
+        side: what all ranks hold.
+        group: whose ranks compare, with or without boxes of their own.
+    """
+
+    def __init__(self, side: GridLayouts, group: ProcessGroup) -> None:
+        self._group, self._ranks_of = group, side.ranks_of
+        self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
+        alike: dict[Any, list[str]] = {}
+        for name, kind in side.kinds.items():
+            alike.setdefault(kind, []).append(name)
+        self._kinds: list[_SharedKind] = []
+        self._count = 0
+        for names in alike.values():
+            places: dict[Box, list[int]] = {}
+            for place, form in side.held_as(names[0]).items():
+                for box in form.boxes:
+                    places.setdefault(box, []).append(place)
+            shared = [
+                (box, tuple(have)) for box, have in places.items()
+                if sum(len(side.ranks_of[place]) for place in have) > 1
+            ]  # fmt: skip
+            self._kinds.append(_SharedKind(self._count, names, shared))
+            self._count += self._kinds[-1].count
+
+    def differing(self, held: LocalBoxes | None) -> str | None:
+        """Describe a difference, with its ranks; None: there is none. Collective over the group."""
+        if not self._count or not len(self._odd(held, quick_digest)[0]):
+            return None
+        odd, mine = self._odd(held, digest)
+        if not len(odd):
+            return None
+        first = int(odd[0])
+        found = all_gather(mine[first : first + 1], self._group).tolist()
+        by_rank = dict(zip(dist.get_process_group_ranks(self._group), found, strict=True))
+        name, box, places = self._box(first)
+        ranks = sorted(rank for place in places for rank in self._ranks_of[place])
+        lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
+        others = describe_ranks([one for one in ranks if one not in lead])
+        more = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
+        return (
+            f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
+            f"differs between {describe_ranks(lead)} and {others}{more}"
+        )
+
+    def _odd(self, held: LocalBoxes | None, how: Digest) -> tuple[Tensor, Tensor]:
+        """Return the numbers of boxes whose digests differ, and this rank's digests."""
+        device = torch_groups.devices_of(self._group)[-1]
+        mine = torch.full((self._count,), _ABSENT, device=device)
+        if held is not None:
+            for number, name, box in self._own_boxes():  # less a bit, so that each has a negative
+                mine[number] = how(held.view(name, box)).bitwise_right_shift(1)
+        has = mine != _ABSENT
+        both = torch.cat([mine, torch.where(has, -mine, mine)])
+        largest, smallest = all_reduce(both, self._group, op="max").chunk(2)
+        return (largest != -smallest).nonzero().flatten(), mine
+
+    def _own_boxes(self) -> Iterator[tuple[int, str, Box]]:
+        """This rank's boxes, each with its number."""
+        for kind in self._kinds:
+            for b, (box, places) in enumerate(kind.boxes):
+                if self._own in places:
+                    for n, name in enumerate(kind.names):
+                        yield kind.start + n * len(kind.boxes) + b, name, box
+
+    def _box(self, number: int) -> tuple[str, Box, tuple[int, ...]]:
+        kind = next(each for each in self._kinds if number < each.start + each.count)
+        n, b = divmod(number - kind.start, len(kind.boxes))
+        return (kind.names[n], *kind.boxes[b])
