@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from commgrid import checkpoint
+from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.agreement import Model, Progress, everyone, failure, tells_failures
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.loading import Loading
@@ -247,7 +248,7 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
     Raises:
         CheckpointError: there is none.
     """
-    saved = checkpoint.steps(folder) if folder is not None else []
+    saved = list(folders.complete(folders.local(folder))) if folder is not None else []
     states: dict[str, list[Inventory]] = {}
     for each in told:
         states.setdefault(each.tag, []).append(each)

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
 import sys
 import threading
 import warnings
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,7 @@ class BackgroundSave:
         self._grid, self._ranks = grid, tuple(grid.spec.grid_ranks)
         self._report, self._line = report, line
         self._error: CheckpointError | None = None
+        self._claimed = False
         self._thread = threading.Thread(target=self._run, name=f"commgrid-save-{step}")
 
     def start(self) -> None:
@@ -117,16 +120,18 @@ class BackgroundSave:
             )
 
     def _run(self) -> None:
+        number = self._ranks.index(self._grid.rank)
         try:
-            number = self._ranks.index(self._grid.rank)
             written = write(self._partial, self._staged, number, self._report)
             half = self._partial / f".rank_{number:05}.half"
             half.write_bytes(pickle.dumps(written))
             half.rename(self._told(number))
-            if not self._missing() and self._claim():
-                self._complete()
+            self._end()
         except Exception as error:  # raised by the program's next call
             self._fail(error)
+            with suppress(OSError):
+                self._told(number, failed=True).touch()
+                self._end()
         finally:
             SPARES.give(tensors_of(self._staged))
             self._staged = ()
@@ -140,16 +145,33 @@ class BackgroundSave:
         self._error.__cause__ = error
         print(f"commgrid: rank {self._grid.rank}: {self._error}", file=sys.stderr)
 
+    def _end(self) -> None:
+        """Complete the checkpoint, or delete what was written, on the last rank that finishes."""
+        if self._missing() or not self._claim():
+            return
+        if self._has_failed():
+            shutil.rmtree(self._partial, ignore_errors=True)
+        else:
+            self._complete()
+
     def _missing(self) -> list[int]:
-        """The ranks that have not written."""
+        """The ranks that have neither written nor failed."""
         names = {path.name for path in self._partial.parent.glob(f"{self._partial.name}/.rank_*")}
-        numbers = range(len(self._ranks))
-        return [self._ranks[each] for each in numbers if self._told(each).name not in names]
+        return [
+            rank for number, rank in enumerate(self._ranks)
+            if names.isdisjoint(self._told(number, failed).name for failed in (False, True))
+        ]  # fmt: skip
+
+    def _has_failed(self) -> bool:
+        return any(self._told(number, failed=True).exists() for number in range(len(self._ranks)))
 
     def _claim(self) -> bool:
         """Return whether no other rank completes it."""
+        if self._claimed:
+            return True
         try:
             (self._partial / _CLAIM).mkdir()
+            self._claimed = True
         except (FileExistsError, FileNotFoundError):  # taken; complete already
             return False
         return True
@@ -167,9 +189,9 @@ class BackgroundSave:
         if self._line is not None:
             self._line.finish(f"saved step {self._step}: {size(total)} to {final}")
 
-    def _told(self, number: int) -> Path:
-        """Where a rank says what it has written."""
-        return self._partial / f".rank_{number:05}.written"
+    def _told(self, number: int, failed: bool = False) -> Path:
+        """Where a rank says what it has written, or that it has failed."""
+        return self._partial / f".rank_{number:05}.{'failed' if failed else 'written'}"
 
 
 # -- at most one a process ----------------------------------------------------------------

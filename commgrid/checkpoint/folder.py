@@ -19,6 +19,8 @@ from commgrid.checkpoint.writer import sync
 from commgrid.errors import CheckpointError, SpecError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/)")  # Path("s3://a") is s3:/a
+METADATA = ".metadata"
+"""The file of a checkpoint that is written last."""
 _COMPLETE = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.step_(\d+)\.replaced")
 _LEFT = re.compile(r"\.step_(\d+)(\.[0-9a-f]+)?\.(partial|deleted)")
@@ -40,12 +42,29 @@ def local(folder: str | Path) -> Path:
 
 def complete(folder: Path) -> dict[int, Path]:
     """The complete checkpoints, by step, ascending."""
+    return _named(folder, complete=True)
+
+
+def warn_of_halves(folder: Path) -> None:
+    """Warn of folders with a step's name that are later than the last complete checkpoint."""
+    last = max(complete(folder), default=-1)
+    halves = [path.name for step, path in _named(folder).items() if step > last]
+    if halves:
+        warnings.warn(
+            f"{folder / halves[-1]} has no {METADATA}, which is written last, and is skipped; "
+            "copy it again, or delete it",
+            stacklevel=3,
+        )
+
+
+def _named(folder: Path, complete: bool = False) -> dict[int, Path]:
+    """What has the name of a step; with `complete`, without what was copied in part."""
     found: dict[int, Path] = {}
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     for pattern in (_REPLACED, _COMPLETE):  # the complete one counts
         for path in names:
             match = pattern.fullmatch(path.name)
-            if match and path.is_dir():
+            if match and path.is_dir() and (not complete or (path / METADATA).exists()):
                 found[int(match[1])] = path
     return dict(sorted(found.items()))
 
@@ -60,18 +79,26 @@ def find(folder: Path, step: int | None) -> tuple[int | None, Path]:
     Raises:
         CheckpointError: there is none, or not this one; lists the steps that exist.
     """
-    if (folder / ".metadata").exists():
+    if (folder / METADATA).exists():
         itself = _COMPLETE.fullmatch(folder.resolve().name)
         own = int(itself[1]) if itself else None
         if step not in (None, own):
             raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
         return own, folder
     found = complete(folder)
+    if step is None and found:
+        warn_of_halves(folder)
     if not found:
         what = "has no complete checkpoint" if folder.is_dir() else "is no folder"
         halves = " (only what a crash while saving has left)" if _left(folder) else ""
+        if _named(folder):
+            halves = f" (only a half one, with no {METADATA}, which is written last)"
         raise CheckpointError(f"{folder} {what}{halves}; expected one with step_… in it")
     wanted = max(found) if step is None else step
+    if wanted not in found and wanted in _named(folder):
+        raise CheckpointError(
+            f"half a checkpoint: {_named(folder)[wanted]} has no {METADATA}, which is written last"
+        )
     if wanted not in found:
         there = ", ".join(map(str, found))
         raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; it has {there}")
@@ -85,6 +112,8 @@ def begin(folder: Path, step: int) -> Path:
         _remove(path)
     for now, path in complete(folder).items():
         if _REPLACED.fullmatch(path.name):  # the crash came between the two renames
+            if path.with_name(_name(now)).exists():
+                _remove(path.with_name(_name(now)))
             path.rename(path.with_name(_name(now)))
     for path in folder.iterdir():
         if _REPLACED.fullmatch(path.name):

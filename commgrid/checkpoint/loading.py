@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -30,6 +31,7 @@ from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.foreign_names import MODEL, Renamed, Source
 from commgrid.checkpoint.reader import Stored
 from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
+from commgrid.checkpoint.trust import Unread
 from commgrid.checkpoint.values import is_same_layout, offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
@@ -52,7 +54,7 @@ class Restored:
     Args:
         step: the checkpoint's; None: it does not say.
         folder: the checkpoint's.
-        extra: what was saved with it.
+        extra: what was saved with it, without what would need `trusted=True`.
         extra_per_rank: what ranks of the saving grid had of their own, of those offered to this
             rank: on the same sizes what it had itself. On an axis that had more places, it is also
             what ranks at its place + n, + 2 n … had, n being the places now; on an axis that had
@@ -74,7 +76,9 @@ class Restored:
 
 def steps(folder: str | Path) -> list[int]:
     """The steps of which a folder has complete checkpoints, ascending."""
-    return list(folders.complete(folders.local(folder)))
+    path = folders.local(folder)
+    folders.warn_of_halves(path)
+    return list(folders.complete(path))
 
 
 @tells_failures
@@ -119,9 +123,9 @@ def load(
 
     Raises:
         CheckpointError: on all ranks: no such checkpoint, half a one, or one of another model or
-            optimizer, or with values of other types than plain ones; names what is missing or
-            differs, and which ranks found it. Should a module
-            refuse its extra state then, the error says that the model is not to be used.
+            optimizer, which has values of other types than plain ones; names what is missing or
+            differs, and which ranks found it. Should a module refuse its extra state then, the
+            error says that the model is not to be used.
         PeerFailedError, PeerTimeoutError: as `save`.
         UnknownGroupError: the grid has no group of all its ranks.
     """
@@ -169,6 +173,7 @@ def load(
     refuse_lost(at_first(group, lambda: loading.read(report), loading.check_lost, failed))
     partly = failure(f"the model is not to be used, as {path} was loaded in part")
     at_first(group, loading.take, lambda _: None, partly)
+    loading.warn_of_unread()
     if line is not None:
         line.finish(f"loaded {what} from {path}")
     names = tuple(missing), tuple(unexpected)
@@ -315,10 +320,11 @@ class Loading:
     @property
     def extra(self) -> dict[str, Any]:
         """The job's own values."""
-        return {
+        found = {
             one.path[-1]: one.chunks[0].data if isinstance(one, Item) else self._values[one.key]
             for one in self._extra
         }
+        return {key: value for key, value in found.items() if not isinstance(value, Unread)}
 
     @property
     def same_layout(self) -> bool:
@@ -328,7 +334,16 @@ class Loading:
     @property
     def extra_per_rank(self) -> list[dict[str, Any]]:
         """The old ranks' own values that this rank is offered."""
-        return [self._values[value.key] for value in self._own]
+        found = [self._values[value.key] for value in self._own]
+        return [value for value in found if not isinstance(value, Unread)]
+
+    def warn_of_unread(self) -> None:
+        """Warn of the job's values that are left out; of those of all on the first rank."""
+        is_first = self._grid.rank == self._grid.spec.grid_ranks[0]
+        for one in [*(self._extra if is_first else []), *self._own]:
+            value = self._values.get(one.key)
+            if isinstance(value, Unread):
+                warnings.warn(f"the weights are loaded, without {value.why}", stacklevel=3)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from commgrid.checkpoint.archive import DamagedError, Tensors, parts_of
-from commgrid.checkpoint.trust import read_metadata, read_value
+from commgrid.checkpoint.trust import Unread, UntrustedError, read_metadata, read_value
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
 from commgrid.resharding.dtypes import keeps_numbers
@@ -303,7 +303,13 @@ class _Reads:
         """Copies what was read to where it is needed."""
         first = archive.reads[0]
         if first.type is LoadItemType.BYTE_IO:
-            self.values[first.dest_index.fqn] = archive.value(self._trusted)
+            key = first.dest_index.fqn
+            try:
+                self.values[key] = archive.value(self._trusted)
+            except UntrustedError as error:
+                if not key.startswith(("extra.", "extra_per_rank.")):
+                    raise
+                self.values[key] = Unread(str(error))  # weights load without it
             return
         stored = archive.tensor(self._tensors)
         for read in archive.reads:

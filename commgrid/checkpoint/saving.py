@@ -29,6 +29,7 @@ from commgrid.checkpoint.agreement import (
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
 from commgrid.checkpoint.memory import keep_items
+from commgrid.checkpoint.trust import storable, warn_if_untrusted
 from commgrid.checkpoint.values import OWN, own_path
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
@@ -36,7 +37,7 @@ from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.copies import compare_copies, compare_members
 from commgrid.resharding.equal_values import numbers_of
 from commgrid.resharding.holders import Turns
-from commgrid.resharding.item import Item, Value
+from commgrid.resharding.item import Item, Shared, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
@@ -78,7 +79,8 @@ def save(
             all ranks.
         optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
         extra: picklable values of the job, equal on all ranks that give any, the first one among
-            them; what is no tensor or plain value loads with `trusted=True` only.
+            them; what is no tensor or plain value loads with `trusted=True` only, of which a
+            warning tells. NumPy's numbers are saved as Python's.
         extra_per_rank: likewise, what this rank has of its own, such as `random_states()` or a
             data loader's state.
         keep: how many checkpoints up to this step the folder is to have, older ones are deleted;
@@ -282,6 +284,9 @@ class _Saving:
         call = self._state.call() | {"keep": keep, "copies": _known_way(self._copies)}
         extra = numbers_of(self._state.extra) if self._compares else None
         self.items.extend(self._state.items(self._grid, first=not self._compares))
+        for item in self.items:
+            if isinstance(item, Value) and item.writes and not isinstance(item.value, Shared):
+                warn_if_untrusted(item.key, storable(item.value))
         return call | {"extra": extra}
 
     def begin(self, calls: list[Call]) -> Path:

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import io
 import pickle
+import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from commgrid.errors import CheckpointError
@@ -105,6 +108,67 @@ def read_written(path: Path) -> Any:
         return _OfWritten(file).load()
 
 
+class UntrustedError(CheckpointError):
+    """A value that is not made, since making it could run its author's code."""
+
+
+@dataclass(frozen=True)
+class Unread:
+    """The place of a value that was not read.
+
+    Args:
+        why: the error.
+    """
+
+    why: str
+
+
+def storable(value: Any) -> Any:
+    """A value with Python's numbers for NumPy's, which load without running code."""
+    kind = type(value)
+    if kind is dict:
+        return {storable(key): storable(each) for key, each in value.items()}
+    if kind in (list, tuple, set):
+        return kind(storable(each) for each in value)
+    if kind.__module__ == "numpy" and getattr(value, "shape", None) == ():
+        number = value.item()
+        return number if type(number) in _PLAIN else value
+    return value
+
+
+def warn_if_untrusted(key: str, value: Any) -> None:
+    """Warn of a value that `load` leaves out unless it is trusted.
+
+    Args:
+        key: its name in the checkpoint.
+        value: as it is going to be stored.
+    """
+    if _is_plain(value):
+        return
+    stored = io.BytesIO()
+    try:
+        torch.save(value, stored)
+    except Exception:  # of which the writer makes an error
+        return
+    stored.seek(0)
+    try:
+        read_value(key, stored, trusted=False)
+    except UntrustedError as error:
+        warnings.warn(f"load will leave it out: {error}", stacklevel=2)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+def _is_plain(value: Any) -> bool:
+    kind = type(value)
+    if kind is dict:
+        return all(_is_plain(key) and _is_plain(each) for key, each in value.items())
+    if kind in (list, tuple, set):
+        return all(map(_is_plain, value))
+    return kind in _PLAIN or kind is Tensor
+
+
 def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
     """A value that is no tensor.
 
@@ -114,7 +178,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
         trusted: whether any type may be made, which runs code of the file's author.
 
     Raises:
-        CheckpointError: it is of a type that torch's `weights_only` does not make.
+        UntrustedError: it is of a type that torch's `weights_only` does not make.
     """
     try:
         return torch.load(stored, map_location="cpu", weights_only=not trusted)
@@ -122,7 +186,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
         if trusted:
             raise
         stored.seek(0)
-        raise CheckpointError(
+        raise UntrustedError(
             f"{key} is more than tensors and plain values{_named(stored)}, and loading it could "
             "run its author's code; if that is you, load(…, trusted=True), or save "
             "it as plain values (its state_dict), or torch.serialization.add_safe_globals([…])"

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from commgrid.checkpoint.trust import storable
 from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
 from commgrid.resharding.item import Chunk, Item, Shared, Value
@@ -86,7 +87,10 @@ def write(
     planner.count(plan.items)
     results: list[WriteResult] = []
     if plan.items:
-        results = writer.write_data(plan, planner).wait()
+        try:
+            results = writer.write_data(plan, planner).wait()
+        except Exception as error:
+            raise _cause_on_disk(error, folder) from error
     planner.finish()
     others = planner.other_names(results)
     written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]
@@ -96,6 +100,16 @@ def write(
         {item.key: item.path for item in mine},
         zlib.compress("\n".join(item.key for item in left).encode()),
     )  # fmt: skip
+
+
+def _cause_on_disk(error: BaseException, folder: Path) -> BaseException:
+    """The file system's own error, such as a full disk, of which torch raises what followed."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.errno):
+        cause = cause.__cause__ or cause.__context__
+    if not isinstance(cause, OSError):
+        return error
+    return OSError(cause.errno, cause.strerror, cause.filename or str(folder))
 
 
 def _digest(item: Item | Value) -> str:
@@ -227,7 +241,7 @@ class _Writes(DefaultSavePlanner):
                         continue
                     value = value.value
                 self.held.append(WriteItem(index, WriteItemType.BYTE_IO))
-                self._data[index] = value
+                self._data[index] = storable(value)
                 continue
             for chunk in item.chunks:
                 index = MetadataIndex(item.key, chunk.offset)

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -186,6 +187,8 @@ def disk_full(folder: str, who: int) -> dict[str, str]:
             told[then] = raised(checkpoint.load, folder, model, progress=False)
         else:
             told[then] = raised(checkpoint.wait)
+        assert os.listdir(folder) == []
+        torch.distributed.barrier()
     checkpoint.save(folder, 5, model, progress=False)  # it is told once
     assert checkpoint.steps(folder) == [5]
     assert sorted(os.listdir(folder)) == ["step_00000005"]
@@ -202,6 +205,37 @@ def test_a_full_disk_is_told_on_all_ranks_at_the_next_call(who: int, tmp_path: P
             assert "OSError: [Errno 28] No space left on device" in text
         assert told["save"].startswith(f"CheckpointError: step 4 was not saved to {tmp_path}: ")
         assert told["load"].startswith("CheckpointError: nothing was loaded: ")
+
+
+def files_too_long(folder: str, in_background: bool) -> str:
+    """A file system takes no more bytes while torch writes, which then finds another position."""
+    grid = commgrid.initialize()
+    model = nn.Linear(200, 200)
+    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    if grid.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, most[1]))
+
+    def save() -> None:
+        checkpoint.save(folder, 1, model, background=in_background, progress=False)
+        checkpoint.wait()
+
+    told = raised(save)
+    if grid.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    commgrid.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("in_background", [False, True], ids=["at once", "in background"])
+def test_what_the_file_system_says_comes_first(in_background: bool, tmp_path: Path) -> None:
+    given = files_too_long, 2, str(tmp_path), in_background
+    for told in run_on_ranks(*given, backend=None, launcher="torchrun"):
+        assert "rank 1: " in told
+        assert f"OSError: [Errno 27] File too large: '{tmp_path}" in told
+        assert "unexpected pos" not in told
+    assert os.listdir(tmp_path) == []
 
 
 def copies_differ(folder: str) -> str:

@@ -1,6 +1,7 @@
 """Saves and loads that are refused: an error on every rank, and nothing is partly written."""
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -293,3 +294,52 @@ def marked(folder: str) -> list[int]:
 
 def test_copies_on_stages_are_one_parameter(tmp_path: Path) -> None:
     assert run_on_ranks(marked, 2, str(tmp_path), backend=None, launcher="torchrun") == [[1], [1]]
+
+
+def steps_half_copied(folder: str) -> dict[str, Any]:
+    """Step 40 is whole, and a copy of step 60 ended before its last file."""
+    grid = commgrid.initialize()
+    model, found = nn.Linear(2, 2), {}
+    for step in (20, 40):
+        with torch.no_grad():
+            model.weight.fill_(step)
+            model.bias.fill_(step)
+        checkpoint.save(folder, step, model, progress=False)
+    if grid.rank == 0:
+        half = Path(folder, "step_00000060")
+        shutil.copytree(Path(folder, "step_00000040"), half)
+        (half / ".metadata").unlink()
+    torch.distributed.barrier()
+
+    def told(action: Any) -> tuple[Any, list[str]]:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            given = action()
+        texts = [str(one.message) for one in seen]
+        assert all("step_00000060 has no .metadata" in text for text in texts)
+        return given, texts
+
+    found["steps"], warned = told(lambda: checkpoint.steps(folder))
+    assert len(warned) == 1
+    restored, warned = told(lambda: checkpoint.load(folder, model, progress=False))
+    assert len(warned) == (grid.rank == 0), warned
+    recovered, warned = told(lambda: commgrid.recover(folder, model, progress=False))
+    assert len(warned) == (grid.rank == 0), warned
+    found["loaded"] = restored.step, recovered.step
+    with pytest.raises(commgrid.CheckpointError) as error:
+        checkpoint.load(folder, model, step=60, progress=False)
+    found["half"] = str(error.value)
+    told(lambda: checkpoint.save(folder, 50, model, keep=2, progress=False))
+    found["kept"], _ = told(lambda: checkpoint.steps(folder))
+    checkpoint.save(folder, 60, model, keep=2, progress=False)
+    found["after"] = checkpoint.steps(folder)
+    commgrid.shutdown()
+    return found
+
+
+def test_a_step_that_was_copied_in_part_does_not_count(tmp_path: Path) -> None:
+    for found in run_on_ranks(steps_half_copied, 2, str(tmp_path)):
+        assert "half a checkpoint: " in found.pop("half")
+        assert found == {
+            "steps": [20, 40], "loaded": (40, 40), "kept": [40, 50], "after": [50, 60],
+        }  # fmt: skip

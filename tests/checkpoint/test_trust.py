@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import warnings
+from argparse import Namespace
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +83,6 @@ def refused(folder: str, where: str) -> str:
 
 WHERE = {
     ".metadata": r"it names posix\.mkdir, which is nothing that a checkpoint's metadata",
-    "extra.tokens": r"extra\.tokens is more than tensors and plain values \(posix\.mkdir\)",
     "optimizer.param_groups.weight.lr": r"optimizer\.param_groups\.weight\.lr is more than",
     "model.weight": r"model\.weight holds no tensor, but a pickle",
 }
@@ -126,14 +127,72 @@ def test_plain_values_load_as_they_are(grid: Any, tmp_path: Path) -> None:
 def test_other_types_load_where_they_are_trusted_or_known_to_torch(
     grid: Any, tmp_path: Path
 ) -> None:
-    checkpoint.save(tmp_path, 1, nn.Linear(2, 1), extra={"clock": Clock(3.5)}, progress=False)
-    with pytest.raises(CheckpointError, match=r"extra\.clock is more than .*Clock.*trusted=True"):
-        checkpoint.load(tmp_path, nn.Linear(2, 1), progress=False)
+    model, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    extra = {"clock": Clock(3.5), "tokens": 7}
+    with pytest.warns(UserWarning, match=r"leave it out: extra\.clock is .*Clock.*trusted=True"):
+        checkpoint.save(tmp_path, 1, model, extra=extra, progress=False)
+    with pytest.warns(UserWarning, match=r"weights are loaded, without extra\.clock is more than"):
+        untrusted = checkpoint.load(tmp_path, other, progress=False)
+    assert untrusted.extra == {"tokens": 7}
+    assert torch.equal(other.weight, model.weight)
     trusted = checkpoint.load(tmp_path, nn.Linear(2, 1), trusted=True, progress=False)
-    assert trusted.extra == {"clock": Clock(3.5)}
+    assert trusted.extra == extra
     with torch.serialization.safe_globals([Clock]):
         known = checkpoint.load(tmp_path, nn.Linear(2, 1), progress=False)
-    assert known.extra == {"clock": Clock(3.5)}
+    assert known.extra == extra
+
+
+def planted_extra(folder: str) -> tuple[bool, dict[str, Any], bool]:
+    """Whether the weights are there, the other extras, and whether the code has run."""
+    grid = commgrid.initialize()
+    model, _ = parts()
+    checkpoint.save(folder, 3, model, extra={"tokens": 7, "epoch": 1}, progress=False)
+    mark = Path(folder) / "it ran"
+    if grid.rank == 0:
+        plant(Path(folder), "extra.tokens", mark)
+    dist.barrier()
+    right = model.weight.clone()
+    with torch.no_grad():
+        model.weight.fill_(5.0)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = checkpoint.load(folder, model, progress=False)
+    told = [str(one.message) for one in seen if "extra.tokens" in str(one.message)]
+    assert len(told) == (grid.rank == 0), told
+    commgrid.shutdown()
+    return torch.equal(model.weight, right), found.extra, mark.exists()
+
+
+def test_weights_load_without_an_extra_that_would_run_code(tmp_path: Path) -> None:
+    assert run_on_ranks(planted_extra, 2, str(tmp_path)) == [(True, {"epoch": 1}, False)] * 2
+
+
+def test_numpys_numbers_are_saved_as_pythons(grid: Any, tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    extra = {"best": numpy.float64(0.5), "seen": [numpy.int32(3), {"on": numpy.bool_(True)}]}
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=numpy.float32(0.25))
+    own = {"at": (numpy.int64(5),)}
+    checkpoint.save(tmp_path, 1, model, optimizer, extra=extra, extra_per_rank=own,
+                    progress=False)  # fmt: skip
+    found = checkpoint.load(tmp_path, model, optimizer, progress=False)
+    assert found.extra == {"best": 0.5, "seen": [3, {"on": True}]}
+    assert type(found.extra["best"]) is float
+    assert found.extra_per_rank == [{"at": (5,)}]
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+@pytest.mark.parametrize("value", [Path("runs"), Namespace(lr=1)], ids=["path", "namespace"])
+@pytest.mark.parametrize("what", ["extra", "extra_per_rank"])
+def test_a_save_says_what_a_load_will_leave_out(
+    what: str, value: Any, grid: Any, tmp_path: Path
+) -> None:
+    model = nn.Linear(2, 1)
+    with pytest.warns(UserWarning, match=rf"load will leave it out: {what}\."):
+        checkpoint.save(tmp_path, 1, model, **{what: {"given": value}}, progress=False)
+    with pytest.warns(UserWarning, match="the weights are loaded, without"):
+        found = checkpoint.load(tmp_path, model, progress=False)
+    assert (found.extra, found.extra_per_rank) == ({}, [])
 
 
 def test_metadata_that_is_something_else(grid: Any, tmp_path: Path) -> None:
