@@ -49,11 +49,11 @@ from commgrid.checkpoint.memory import (
 from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first, gathered
+from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
 from commgrid.rendezvous.timeouts import Seconds
 from commgrid.resharding.item import Chunk, Item, Value
-from commgrid.resharding.lost_numbers import refuse_lost
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.rebuild import States
@@ -188,7 +188,7 @@ def recover(
     failed = failure("nothing was recovered")
 
     def kept() -> list[Inventory]:
-        finish()
+        finish(grid.name)
         return [Inventory.of(state) for state in kept_states(grid.name)]
 
     def choose(told: list[list[Inventory]]) -> _Chosen:

@@ -6,8 +6,8 @@
     step 30   save, load or wait          raises the error of any rank, on all ranks
 
 The threads use no process group and never wait for another rank. They meet in the folder, which
-all ranks can read. If a rank dies, the checkpoint stays incomplete. A process has at most one save
-under way.
+all ranks can read. If a rank dies, the checkpoint stays incomplete. A process writes one save at a
+time; each grid finishes its own.
 """
 
 from __future__ import annotations
@@ -85,10 +85,19 @@ class BackgroundSave:
         Raises:
             CheckpointError: it failed here.
         """
-        if self._thread.ident is not None:
-            self._thread.join()
+        self.join()
         if self._error is not None:
             raise self._error
+
+    def join(self) -> None:
+        """Wait until this rank has written, or failed."""
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    @property
+    def grid(self) -> str:
+        """The name of its grid."""
+        return self._grid.name
 
     @property
     def is_under_way(self) -> bool:
@@ -201,8 +210,7 @@ _finished: list[BackgroundSave] = []
 
 
 def begin(saving: BackgroundSave) -> None:
-    """Start a save; the one before has been finished."""
-    assert not _under_way
+    """Start a save; the one before on its grid has been finished."""
     _under_way.append(saving)
     saving.start()
 
@@ -212,20 +220,29 @@ def is_under_way() -> bool:
     return any(each.is_under_way for each in _under_way)
 
 
-def finish() -> None:
-    """Wait for this process's part of a save under way, if there is one.
+def finish(grid: str) -> None:
+    """Wait for this process's part of saves under way, if there are some.
+
+    Args:
+        grid: the name of the grid that calls. Others' saves stay under way until theirs do, since
+            their other ranks may still be writing.
 
     Raises:
-        CheckpointError: it failed here; later calls do not raise it again.
+        CheckpointError: the grid's failed here; later calls do not raise it again.
     """
     _finished.clear()
-    if _under_way:
-        _finished.append(_under_way.pop())
-        _finished[0].finish()
+    for each in list(_under_way):
+        if each.grid == grid:
+            _under_way.remove(each)
+            _finished.append(each)
+        else:
+            each.join()
+    for each in _finished:
+        each.finish()
 
 
 def settle() -> None:
-    """Make sure that the last save is complete; called on one rank when all have finished.
+    """Make sure that what was finished last is complete; on one rank when all have finished.
 
     Raises:
         CheckpointError: it is not; later calls do not raise it again.

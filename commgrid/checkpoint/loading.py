@@ -35,13 +35,12 @@ from commgrid.checkpoint.trust import Unread
 from commgrid.checkpoint.values import is_same_layout, offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
+from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows, refuse_lost
 from commgrid.errors import CheckpointError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, whole
-from commgrid.resharding.lost_numbers import Lost, lost_numbers, narrows, refuse_lost
 from commgrid.resharding.model_state import ModelState, chunks_of
-from commgrid.resharding.naming import Naming, Rename
-from commgrid.resharding.optimizer_keys import copy_of, not_taken
+from commgrid.resharding.naming import Naming, Rename, copy_of, not_taken
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -139,7 +138,7 @@ def load(
         return Renamed(Stored(path, trusted), naming, optimizer is not None)
 
     def call() -> Call:
-        finish()
+        finish(grid.name)
         return {
             "step": step if step is None else count_of("step", step, 0),
             "optimizer": kind_of(model, optimizer),

@@ -32,7 +32,7 @@ from commgrid.checkpoint.background import stage
 from commgrid.collectives.objects import as_bytes, as_tensor, at_first, gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.layout.box import volume
-from commgrid.resharding.item import Chunk, Item, Shared, Value
+from commgrid.resharding.item import Chunk, Item, Value
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run
@@ -140,7 +140,7 @@ def keep_items(
         _kept.remove(state)
     staged = stage([replace(each, writes=True) for each in items])
     own = [each for each in staged if isinstance(each, Item)]
-    values = {each.key: _plain(each) for each in staged if isinstance(each, Value)}
+    values = {each.key: each.plain for each in staged if isinstance(each, Value)}
     others: list[Item] = []
     every: Mapping[str, Form | None] = forms
     if group is not None:
@@ -161,10 +161,6 @@ def _form(item: Item | Value) -> Form | None:
     if isinstance(item, Value):
         return None
     return tuple(item.shape), str(item.dtype).removeprefix("torch.")
-
-
-def _plain(value: Value) -> Any:
-    return value.value.value if isinstance(value.value, Shared) else value.value
 
 
 # -- neighbours --------------------------------------------------------------------------

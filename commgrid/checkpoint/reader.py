@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from commgrid.checkpoint.archive import DamagedError, Tensors, parts_of
-from commgrid.checkpoint.trust import Unread, UntrustedError, read_metadata, read_value
+from commgrid.checkpoint.trust import Unread, read_metadata, read_value
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
 from commgrid.resharding.dtypes import keeps_numbers
@@ -240,10 +240,18 @@ class Archive:
             raise _damaged(key, "its beginning") from error
 
     def value(self, trusted: bool) -> Any:
-        """Return the value in it; arguments and errors as of `trust.read_value`."""
+        """Return the value in it; arguments and errors as of `trust.read_value`.
+
+        Of the job's values it is Unread where that raises: weights load without them.
+        """
         key = self.reads[0].storage_index.fqn
         self._parts(key)
-        return read_value(key, io.BytesIO(self.content), trusted)
+        try:
+            return read_value(key, io.BytesIO(self.content), trusted)
+        except CheckpointError as error:
+            if not key.startswith(("extra.", "extra_per_rank.")):
+                raise
+            return Unread(str(error))
 
     def _parts(self, key: str) -> Mapping[str, memoryview]:
         try:
@@ -303,13 +311,7 @@ class _Reads:
         """Copies what was read to where it is needed."""
         first = archive.reads[0]
         if first.type is LoadItemType.BYTE_IO:
-            key = first.dest_index.fqn
-            try:
-                self.values[key] = archive.value(self._trusted)
-            except UntrustedError as error:
-                if not key.startswith(("extra.", "extra_per_rank.")):
-                    raise
-                self.values[key] = Unread(str(error))  # weights load without it
+            self.values[first.dest_index.fqn] = archive.value(self._trusted)
             return
         stored = archive.tensor(self._tensors)
         for read in archive.reads:

@@ -28,16 +28,16 @@ from commgrid.checkpoint.agreement import (
     tells_failures,
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
+from commgrid.checkpoint.copies import compare_copies, compare_members
 from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.trust import storable, warn_if_untrusted
 from commgrid.checkpoint.values import OWN, own_path
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
+from commgrid.equality.values import numbers_of
 from commgrid.errors import CheckpointError, SpecError
-from commgrid.resharding.copies import compare_copies, compare_members
-from commgrid.resharding.equal_values import numbers_of
 from commgrid.resharding.holders import Turns
-from commgrid.resharding.item import Item, Shared, Value
+from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
@@ -207,7 +207,9 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
     Raises:
         CheckpointError: on all ranks: it failed, and where.
     """
-    at_first(everyone(grid or get_grid()), finish, lambda _: settle(), failure("a save failed"))
+    grid = grid or get_grid()
+    failed = failure("a save failed")
+    at_first(everyone(grid), lambda: finish(grid.name), lambda _: settle(), failed)
 
 
 @dataclass
@@ -279,14 +281,14 @@ class _Saving:
 
     def call(self) -> Call:
         """Finish the save before, list what this rank has, and return what is compared."""
-        finish()
+        finish(self._grid.name)
         keep = None if self._keep is None else count_of("keep", self._keep, 1)
         call = self._state.call() | {"keep": keep, "copies": _known_way(self._copies)}
         extra = numbers_of(self._state.extra) if self._compares else None
         self.items.extend(self._state.items(self._grid, first=not self._compares))
         for item in self.items:
-            if isinstance(item, Value) and item.writes and not isinstance(item.value, Shared):
-                warn_if_untrusted(item.key, storable(item.value))
+            if isinstance(item, Value) and item.writes and item.path[0] != "optimizer":
+                warn_if_untrusted(item.key, storable(item.plain))
         return call | {"extra": extra}
 
     def begin(self, calls: list[Call]) -> Path:

@@ -108,10 +108,6 @@ def read_written(path: Path) -> Any:
         return _OfWritten(file).load()
 
 
-class UntrustedError(CheckpointError):
-    """A value that is not made, since making it could run its author's code."""
-
-
 @dataclass(frozen=True)
 class Unread:
     """The place of a value that was not read.
@@ -153,8 +149,9 @@ def warn_if_untrusted(key: str, value: Any) -> None:
     stored.seek(0)
     try:
         read_value(key, stored, trusted=False)
-    except UntrustedError as error:
-        warnings.warn(f"load will leave it out: {error}", stacklevel=2)
+    except CheckpointError as error:
+        what = "refuse" if key.startswith("model.") else "leave out"
+        warnings.warn(f"load will {what} what is saved here: {error}", stacklevel=2)
 
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -178,7 +175,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
         trusted: whether any type may be made, which runs code of the file's author.
 
     Raises:
-        UntrustedError: it is of a type that torch's `weights_only` does not make.
+        CheckpointError: it is of a type that torch's `weights_only` does not make.
     """
     try:
         return torch.load(stored, map_location="cpu", weights_only=not trusted)
@@ -186,7 +183,7 @@ def read_value(key: str, stored: io.BytesIO, trusted: bool) -> Any:
         if trusted:
             raise
         stored.seek(0)
-        raise UntrustedError(
+        raise CheckpointError(
             f"{key} is more than tensors and plain values{_named(stored)}, and loading it could "
             "run its author's code; if that is you, load(…, trusted=True), or save "
             "it as plain values (its state_dict), or torch.serialization.add_safe_globals([…])"

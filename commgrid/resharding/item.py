@@ -113,6 +113,11 @@ class Value:
     of: tuple[str, ...] = ()
 
     @property
+    def plain(self) -> Any:
+        """The value itself."""
+        return self.value.value if isinstance(self.value, Shared) else self.value
+
+    @property
     def key(self) -> str:
         """The name in the checkpoint."""
         return key_of(self.path)

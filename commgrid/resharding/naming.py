@@ -1,11 +1,17 @@
-"""One rule by which names of tensors become a model's, of a checkpoint or of another model."""
+"""Names of tensors: how others' become a model's, and how keys of optimizer state become names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+import ast
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from commgrid.errors import SpecError
+from commgrid.resharding.item import Path
 
 Rename = Mapping[str, str | Sequence[str]] | Callable[[str], str | Sequence[str] | None]
 """Others' names to the model's; a name that is not in the mapping stays, a tensor for whose name a
@@ -59,7 +65,7 @@ class Naming:
             gave = (
                 f"rename({name!r}) returned" if callable(self._rename) else f"rename[{name!r}] is"
             )
-            raise SpecError(f"{gave} {given!r}: expected a name, a list of names, or None")
+            raise SpecError(f"{gave} {given!r}: expected a name, or None")
         return found
 
 
@@ -75,3 +81,78 @@ def split_name(text: str, names: Container[str]) -> tuple[str, str]:
             return text[:end], text[end + 1 :]
         end = text.rfind(".", 0, end)
     return text[: max(last, 0)], text[last + 1 :]
+
+
+MASTER = "master"
+"""The key of the fp32 copy of a parameter in half precision."""
+
+
+def not_taken(stored: Iterable[str], updated: Container[str]) -> list[str]:
+    """Names of an optimizer's entries that are of no parameter which is updated.
+
+    Args:
+        stored: names of a checkpoint.
+        updated: parameters, of all ranks.
+
+    Returns:
+        Of options one for each parameter, `optimizer.param_groups.<parameter>`.
+    """
+    found: dict[str, None] = {}
+    for kind in ("param_groups", "state"):
+        prefix = f"optimizer.{kind}."
+        for key in stored:
+            if not key.startswith(prefix):
+                continue
+            name, _ = split_name(key.removeprefix(prefix), updated)
+            if name not in updated:
+                group = f"optimizer.param_groups.{name}"
+                found[group if kind == "param_groups" or group in found else key] = None
+    return list(found)
+
+
+def copy_of(path: Path) -> Path:
+    """The name of the fp32 copy of a parameter of the model."""
+    return "optimizer", f"state.{path[-1]}.{MASTER}"
+
+
+def text_of(parameter: str, key: Any) -> str:
+    """A key of a parameter's state as part of a name.
+
+    Raises:
+        SpecError: it is none that can be read back.
+    """
+    if isinstance(key, str) and key.isprintable() and key[:1] not in ("", "[") and key != MASTER:
+        return key
+    with suppress(ValueError, SyntaxError):
+        if ast.literal_eval(repr(key)) == key:
+            return f"[{key!r}]"
+    raise SpecError(
+        f"{parameter}: the optimizer's state has the key {key!r}; expected a text, a number, "
+        "or a tuple of these"
+    )
+
+
+def key_of_text(text: str, own: Mapping[str, Any]) -> Any:
+    """The key that a text is of; others write numbers as texts.
+
+    Args:
+        own: by text the keys that the optimizer has already.
+    """
+    if text[:1] == "[":
+        with suppress(ValueError, SyntaxError):
+            return ast.literal_eval(text[1:-1])
+    return own.get(text, text)
+
+
+def refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that keeps more than state of parameters and options of groups."""
+    kept = [f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)]
+    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
+    if own or optimizer._optimizer_state_dict_post_hooks:
+        more = optimizer.state_dict().keys() - {"state", "param_groups"}
+        kept += [f"state_dict()[{key!r}]" for key in sorted(more, key=str)]
+    if kept:
+        raise SpecError(
+            f"{type(optimizer).__name__} keeps {kept[0]}, which belongs to no parameter and would "
+            "be lost; keep it in param_groups or in state[parameter], or give it as extra="
+        )

@@ -22,15 +22,20 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.equality.comparison import ByRank, Error, Fact, compare, ends_of
+from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
+from commgrid.equality.values import exact_number_of, tensors_in
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import groups_along
-from commgrid.resharding.equal_values import exact_number_of, tensors_in
 from commgrid.resharding.holders import SavedParameter, Turns
 from commgrid.resharding.item import Chunk, Item, Path, Shared, Value, key_of, local_part, whole
-from commgrid.resharding.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.naming import split_name
-from commgrid.resharding.optimizer_keys import MASTER, key_of_text, refuse_further_state, text_of
+from commgrid.resharding.naming import (
+    MASTER,
+    key_of_text,
+    refuse_further_state,
+    split_name,
+    text_of,
+)
 
 CLASS = "optimizer_class"
 OF_SCHEDULERS = {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr"}

@@ -1,4 +1,4 @@
-"""Boxes that several ranks of a transfer's side hold, and that are to be alike."""
+"""Comparisons between the ranks of a transfer: copies, replicas, and numbers that would be lost."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.equality.digest import Digest, digest, quick_digest
+from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows
 from commgrid.errors import TransferError
 from commgrid.layout.box import Box
 from commgrid.layout.rank_text import describe_ranks
@@ -20,6 +21,7 @@ from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.torch_compat import groups as torch_groups
 
+_PARTS = "optimizer."
 _ABSENT = -(1 << 63)  # less than any digest and its negative
 
 
@@ -40,7 +42,12 @@ def check_replicas(target: GridLayouts, places: Mapping[int, tuple[int, ...]]) -
     for (where, _), rank in first.items():
         by_place.setdefault(where, []).append(rank)
     for ranks in by_place.values():
-        held = {rank: target.held_by(rank).items() for rank in ranks}
+        held = {  # of optimizers ranks along dp may have parts of their own
+            rank: {
+                n: form for n, form in target.held_by(rank).items() if not n.startswith(_PARTS)
+            }.items()
+            for rank in ranks
+        }
         most = max(ranks, key=lambda rank: len(held[rank]))
         if not all(held[rank] <= held[most] for rank in ranks):
             continue  # such as ranks that have other experts
@@ -52,6 +59,40 @@ def check_replicas(target: GridLayouts, places: Mapping[int, tuple[int, ...]]) -
                     f"{min(left_out)}, which would stay as it is there; give both the same names, "
                     "or leave it out with only="
                 )
+
+
+def lost_between(
+    held: LocalBoxes | None,
+    source: GridLayouts,
+    target: GridLayouts,
+    group: ProcessGroup,
+    device: torch.device,
+) -> dict[str, Lost]:
+    """Count what targets of narrower dtypes do not hold; collective over the group.
+
+    Args:
+        held: this rank's boxes of the source.
+        source, target: both sides.
+
+    Returns:
+        For each such target.
+    """
+    dtypes: dict[str, torch.dtype] = {}
+    reads = target.reads
+    for name, form in target.forms.items():
+        dtype: torch.dtype = getattr(torch, form.dtype)
+        if narrows(getattr(torch, source.forms[reads[name]].dtype), dtype):
+            dtypes[name] = dtype
+    if not dtypes:
+        return {}
+    counts = torch.zeros(len(dtypes), 3, dtype=torch.int64)
+    for row, (name, dtype) in zip(counts, dtypes.items(), strict=True):
+        for tensor in held.tensors(reads[name]) if held is not None else ():
+            lost = lost_numbers(tensor, dtype, tensor.numel())
+            row += torch.tensor([lost.overflowed, lost.vanished, lost.total])
+    rows = all_reduce(counts.to(device), group, op="sum").tolist()
+    forms = target.forms
+    return {name: Lost(forms[name].dtype, *row) for name, row in zip(dtypes, rows, strict=True)}
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from commgrid.checkpoint.copies import compare_members
 from commgrid.errors import GridMismatchError, SpecError, TransferError
-from commgrid.resharding.copies import compare_members
 from commgrid.resharding.holders import Turns
-from commgrid.resharding.item import Item, Shared, Value, key_of
+from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.optimizer_keys import copy_of, not_taken
+from commgrid.resharding.naming import copy_of, not_taken
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
@@ -161,7 +161,7 @@ class SourceSide(OneSide):
                 else:
                     values.append(one)
             self.more = Offer(tuple(value.key for value in values))
-        self.values = {value.key: _plain(value) for value in values if value.writes}
+        self.values = {value.key: value.plain for value in values if value.writes}
 
     def compare_boxes_of(self, side: GridLayouts, group: ProcessGroup) -> None:
         """Hears what is to be equal between ranks.
@@ -370,7 +370,3 @@ def _with(state: ModelState | None) -> ModelState:
             "have cut, of whose optimizers nothing is known here; move the weights alone"
         )
     return state
-
-
-def _plain(value: Value) -> Any:
-    return value.value.value if isinstance(value.value, Shared) else value.value

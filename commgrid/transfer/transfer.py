@@ -15,13 +15,13 @@ import torch
 
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.collectives.plain import all_reduce
+from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Pairing, check_alive
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
-from commgrid.resharding.lost_numbers import lost_between, refuse_lost
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
@@ -31,7 +31,7 @@ from commgrid.store.search import first_line
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.models import Model, Names, Only, device_of, grids_of
-from commgrid.transfer.shared_boxes import check_replicas
+from commgrid.transfer.shared_boxes import check_replicas, lost_between
 from commgrid.transfer.sides import SourceSide, TargetSide, refuse_shared_memory
 
 COPIES = ("compare", "any")

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -205,6 +206,38 @@ def test_a_full_disk_is_told_on_all_ranks_at_the_next_call(who: int, tmp_path: P
             assert "OSError: [Errno 28] No space left on device" in text
         assert told["save"].startswith(f"CheckpointError: step 4 was not saved to {tmp_path}: ")
         assert told["load"].startswith("CheckpointError: nothing was loaded: ")
+
+
+def beside_another_grid(folder: str) -> list[list[int]]:
+    """An actor on two ranks saves; the first then saves a reward model, before the other ends."""
+    actor = commgrid.initialize(name="actor")
+    reward = commgrid.initialize(name="reward", ranks=[0]) if actor.rank == 0 else None
+    model, flags = nn.Linear(4, 4), torch.distributed.FileStore(f"{folder}/flags", 2)
+    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    if reward is None:
+        write = background.write
+
+        def late(*given: Any) -> Any:
+            flags.wait(["reward saved"], timedelta(seconds=60))
+            return write(*given)
+
+        background.write = late  # type: ignore[assignment]
+    checkpoint.save(f"{folder}/actor", 1, model, background=True, progress=False, grid=actor)
+    if reward is not None:
+        checkpoint.save(f"{folder}/reward", 2, model, progress=False, grid=reward)
+        checkpoint.save(f"{folder}/reward", 3, model, background=True, progress=False, grid=reward)
+        checkpoint.wait(grid=reward)
+        assert checkpoint.load(f"{folder}/reward", model, progress=False, grid=reward).step == 3
+        assert checkpoint.steps(f"{folder}/actor") == []
+        flags.set("reward saved", "yes")
+    checkpoint.wait(grid=actor)
+    found = [checkpoint.steps(f"{folder}/{name}") for name in ("actor", "reward")]
+    commgrid.shutdown()
+    return found
+
+
+def test_a_save_of_another_grid_is_not_taken_for_a_failed_one(tmp_path: Path) -> None:
+    assert run_on_ranks(beside_another_grid, 2, str(tmp_path)) == [[[1], [2, 3]]] * 2
 
 
 def files_too_long(folder: str, in_background: bool) -> str:

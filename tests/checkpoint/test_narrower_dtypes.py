@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.equality.lost_numbers import lost_numbers, narrows
 from commgrid.parameters import placements
-from commgrid.resharding.lost_numbers import lost_numbers, narrows
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import fully_shard
 
 import commgrid
 from commgrid import checkpoint
+from commgrid.equality.values import number_of
 from commgrid.errors import CheckpointError
-from commgrid.resharding.equal_values import number_of
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import run_on_ranks
 

@@ -129,7 +129,9 @@ def test_other_types_load_where_they_are_trusted_or_known_to_torch(
 ) -> None:
     model, other = nn.Linear(2, 1), nn.Linear(2, 1)
     extra = {"clock": Clock(3.5), "tokens": 7}
-    with pytest.warns(UserWarning, match=r"leave it out: extra\.clock is .*Clock.*trusted=True"):
+    with pytest.warns(
+        UserWarning, match=r"leave out what is saved here: extra\.clock is .*Clock.*trusted=True"
+    ):
         checkpoint.save(tmp_path, 1, model, extra=extra, progress=False)
     with pytest.warns(UserWarning, match=r"weights are loaded, without extra\.clock is more than"):
         untrusted = checkpoint.load(tmp_path, other, progress=False)
@@ -188,7 +190,7 @@ def test_a_save_says_what_a_load_will_leave_out(
     what: str, value: Any, grid: Any, tmp_path: Path
 ) -> None:
     model = nn.Linear(2, 1)
-    with pytest.warns(UserWarning, match=rf"load will leave it out: {what}\."):
+    with pytest.warns(UserWarning, match=rf"load will leave out what is saved here: {what}\."):
         checkpoint.save(tmp_path, 1, model, **{what: {"given": value}}, progress=False)
     with pytest.warns(UserWarning, match="the weights are loaded, without"):
         found = checkpoint.load(tmp_path, model, progress=False)

@@ -8,12 +8,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from commgrid.collectives.plain import all_reduce
 from commgrid.errors import CommGridError, GridMismatchError
-from commgrid.resharding.layouts import GridLayouts
-from commgrid.resharding.local_boxes import LocalBoxes
 
 _MOST = 1000
 """One number in so many may become zero."""
@@ -70,40 +66,6 @@ def lost_numbers(tensor: Tensor, dtype: torch.dtype, total: int) -> Lost:
     held = tensor.to(dtype)
     overflowed = int((tensor.isfinite() & ~held.isfinite()).sum())
     return Lost(name, overflowed, int(((sizes != 0) & (held == 0)).sum()), total)
-
-
-def lost_between(
-    held: LocalBoxes | None,
-    source: GridLayouts,
-    target: GridLayouts,
-    group: ProcessGroup,
-    device: torch.device,
-) -> dict[str, Lost]:
-    """Count what targets of narrower dtypes do not hold; collective over the group.
-
-    Args:
-        held: this rank's boxes of the source.
-        source, target: both sides.
-
-    Returns:
-        For each such target.
-    """
-    dtypes: dict[str, torch.dtype] = {}
-    reads = target.reads
-    for name, form in target.forms.items():
-        dtype: torch.dtype = getattr(torch, form.dtype)
-        if narrows(getattr(torch, source.forms[reads[name]].dtype), dtype):
-            dtypes[name] = dtype
-    if not dtypes:
-        return {}
-    counts = torch.zeros(len(dtypes), 3, dtype=torch.int64)
-    for row, (name, dtype) in zip(counts, dtypes.items(), strict=True):
-        for tensor in held.tensors(reads[name]) if held is not None else ():
-            lost = lost_numbers(tensor, dtype, tensor.numel())
-            row += torch.tensor([lost.overflowed, lost.vanished, lost.total])
-    rows = all_reduce(counts.to(device), group, op="sum").tolist()
-    forms = target.forms
-    return {name: Lost(forms[name].dtype, *row) for name, row in zip(dtypes, rows, strict=True)}
 
 
 def refuse_lost(

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from commgrid.equality.digest import digest
-from commgrid.resharding.item import Shared, local_part
 
 _MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 
@@ -55,8 +55,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def _words(value: Any) -> Iterable[str]:
     """A text for each equal value."""
     match value:
-        case Shared():
-            yield from _words(value.value)
         case None | bool() | str() | bytes():
             yield repr(value)
         case int() | float():
@@ -66,7 +64,7 @@ def _words(value: Any) -> Iterable[str]:
         case io.BytesIO():
             yield repr(value.getvalue())
         case Tensor():
-            yield f"{value.dtype} {tuple(value.shape)} {int(digest(local_part(value)))}"
+            yield f"{value.dtype} {tuple(value.shape)} {int(digest(_local(value)))}"
         case list() | tuple() | deque():
             yield "["
             for each in value:
@@ -82,3 +80,7 @@ def _words(value: Any) -> Iterable[str]:
             yield repr(value) if type(plain) is type(value) else "".join(_words(plain))
         case _:
             yield type(value).__qualname__
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()

@@ -7,9 +7,9 @@ from functools import cache
 
 from torch.distributed import ProcessGroup
 
+from commgrid.equality.values import number_of
 from commgrid.errors import GridMismatchError
 from commgrid.replicas import Copy, differing, groups_along
-from commgrid.resharding.equal_values import number_of
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.runtime.grid import HyperCommGrid
@@ -79,6 +79,6 @@ def _copies(
                     copies.append(Copy(item.key, chunk.data, (item.shared,), key))
                     num_shared += 1
         elif item.copies:
-            number = number_of([item.value, item.of])
+            number = number_of([item.plain, item.of])
             copies.append(Copy(item.key, number, groups_of(item.copies)))
     return copies
