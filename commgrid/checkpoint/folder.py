@@ -58,7 +58,7 @@ def warn_of_halves(folder: Path) -> None:
 
 
 def _named(folder: Path, complete: bool = False) -> dict[int, Path]:
-    """What has the name of a step; with `complete`, without what was copied in part."""
+    """Folders named after steps, by step; `complete` leaves out partial copies."""
     found: dict[int, Path] = {}
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     for pattern in (_REPLACED, _COMPLETE):  # the complete one counts

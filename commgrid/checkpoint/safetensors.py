@@ -59,7 +59,7 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         """The files that belong together.
 
         Raises:
-            CheckpointError: the index lists one that is missing.
+            CheckpointError: a file of the index is missing.
         """
         indexes = sorted(self._folder.glob(f"*{SUFFIX}.index.json"))
         if not indexes:
@@ -76,7 +76,7 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         return [str(self._folder / name) for name in sorted(names)]
 
     def read_metadata(self) -> Metadata:
-        """What is in the files; of weights with scales, what they are read as."""
+        """Return the files' metadata; weights with scales have the dtype of the product."""
         metadata: Metadata = super().read_metadata()
         keys: dict[str, Any] = metadata.state_dict_metadata
         shapes = {}

@@ -137,7 +137,7 @@ def warn_if_untrusted(key: str, value: Any) -> None:
 
     Args:
         key: its name in the checkpoint.
-        value: as it is going to be stored.
+        value: after `storable`.
     """
     if _is_plain(value):
         return

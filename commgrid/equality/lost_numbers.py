@@ -1,4 +1,4 @@
-"""Lost numbers: those that a tensor of a narrower dtype makes infinite, or zero."""
+"""Lost numbers: numbers that become infinite, or zero, in a narrower dtype."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def lost_numbers(tensor: Tensor, dtype: torch.dtype, total: int) -> Lost:
 def refuse_lost(
     found: Mapping[str, Lost], kind: type[CommGridError] = GridMismatchError, warns: bool = True
 ) -> None:
-    """Refuse a conversion that loses numbers; warn of one that loses a few.
+    """Refuse a conversion that loses numbers; warn where few are lost.
 
     Args:
         found: by name; those of which a target holds all may be among them.

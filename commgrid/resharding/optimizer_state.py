@@ -65,7 +65,7 @@ class UpdatedPart:
         return self.box.chunks(data, self.start, self.stop)
 
     def path(self, text: str) -> tuple[str, str]:
-        """The name of an entry of its state, whose key is told so."""
+        """The name of an entry of its state, by the text of its key."""
         return "optimizer", f"state.{self.box.name}.{text}"
 
     def refuse_slices(self, text: str, held: Any) -> None:
@@ -395,7 +395,7 @@ class OptimizerState:
 
 
 def _beside(parameter: Tensor, held: Any, before: torch.dtype) -> Any:
-    """State as it was saved, on its parameter's device; in its dtype where it was then.
+    """Move state to its parameter's device; convert it if it had the parameter's dtype before.
 
     Args:
         before: the dtype that the parameter was saved in.
