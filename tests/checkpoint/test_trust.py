@@ -6,9 +6,9 @@ import io
 import os
 import pickle
 import warnings
-from argparse import Namespace
 from collections import OrderedDict
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def test_numpys_numbers_are_saved_as_pythons(grid: Any, tmp_path: Path) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.25
 
 
-@pytest.mark.parametrize("value", [Path("runs"), Namespace(lr=1)], ids=["path", "namespace"])
+@pytest.mark.parametrize("value", [Fraction(1, 2), [Clock(1.0)]], ids=["fraction", "own"])
 @pytest.mark.parametrize("what", ["extra", "extra_per_rank"])
 def test_a_save_says_what_a_load_will_leave_out(
     what: str, value: Any, grid: Any, tmp_path: Path
