@@ -122,7 +122,7 @@ class ShardedModule(nn.Module):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._watch()
-        self.register_state_dict_post_hook(record_slices)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_record_slices)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_check_slices)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied or unpickled module
@@ -167,7 +167,7 @@ def _slices_of(module: ShardedModule) -> dict[str, list[tuple[int, str, int, int
     }
 
 
-def record_slices(
+def _record_slices(
     module: ShardedModule, state_dict: Any, prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Adds this rank's slices to the metadata of a state_dict."""

@@ -16,12 +16,12 @@ from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
 from commgrid.parameters.layout import axes_in_use
-from commgrid.parameters.sharded_module import record_slices
 from commgrid.planning.region import AXES
 from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
 from commgrid.resharding.item import Item, Value, key_of, local_part, whole
 from commgrid.runtime.grid import HyperCommGrid
 
+_EXTRA = "_extra_state"
 _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
@@ -51,13 +51,14 @@ class ModelState:
         self.chunks = chunks_of(model)
         self._by_fsdp: list[FSDPModule] = []
         for chunk in self.chunks:
-            _refuse_further_state(chunk)
             for name, module in chunk.named_modules():
                 if isinstance(module, FSDPModule):
                     self._by_fsdp.append(module)
                     module.reshard()  # so that parameters are the sharded ones
                 for key, parameter in module.named_parameters(recurse=False):
                     self._look_at(module, _join(_clean(name), key), parameter, foreign)
+        for chunk in self.chunks:
+            _refuse_further_state(chunk)
         self.placements: dict[str, Placement] = {}
         known: set[int] = set()
         for chunk in self.chunks:
@@ -173,7 +174,7 @@ class ModelState:
         """Modules with extra state, by the name that torch gives it."""
         for name, module in self._modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
-                yield _join(name, "_extra_state"), module
+                yield _join(name, _EXTRA), module
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for chunk in self.chunks:
@@ -201,37 +202,27 @@ def _clean(name: str) -> str:
 
 
 def _refuse_further_state(model: nn.Module) -> None:
-    """Refuse modules whose state_dict has more than parameters, buffers and extra states.
+    """Refuse a state_dict that has more than parameters, buffers and extra states.
 
     Raises:
-        SpecError: names module and entry.
+        SpecError: names the entry and its module.
     """
-    for name, module in model.named_modules():
-        if not _has_own_state_dict(module):
-            continue
-        known = {
-            _join(_clean(below), key)
-            for below, inner in module.named_modules(remove_duplicate=False)
-            for key in (*inner._parameters, *inner._buffers, "_extra_state")
-        }
-        more = [key for key in module.state_dict() if _clean(key) not in known]
-        if more:
-            raise SpecError(
-                f"{_join(name, more[0])} is in the state_dict of {type(module).__name__}, and no "
-                "parameter, buffer or get_extra_state() of a module, so that it would be lost; "
-                "register it as a buffer, or return it from get_extra_state()"
-            )
-
-
-def _has_own_state_dict(module: nn.Module) -> bool:
-    """Whether a class or a hook changes what a module's state_dict has."""
-    kind = type(module)
-    return (
-        kind._save_to_state_dict is not nn.Module._save_to_state_dict
-        or kind.state_dict is not nn.Module.state_dict
-        or any(hook is not record_slices for hook in module._state_dict_hooks.values())
-        or bool(module._state_dict_pre_hooks)
+    own = (
+        model.named_parameters(remove_duplicate=False),
+        model.named_buffers(remove_duplicate=False),
     )
+    known = {_clean(name) for named in own for name, _ in named}
+    for key in model.state_dict():
+        if _clean(key) in known or key.endswith(_EXTRA):
+            continue
+        place, at = key.rpartition(".")[0], model
+        for part in place.split("."):
+            at = getattr(at, part) if isinstance(getattr(at, part, None), nn.Module) else at
+        raise SpecError(
+            f"{_clean(key)} is in the state_dict of {type(at).__name__}, and no "
+            "parameter, buffer or get_extra_state() of a module, so that it would be lost; "
+            "register it as a buffer, or return it from get_extra_state()"
+        )
 
 
 def _join(*names: str) -> str:

@@ -147,8 +147,7 @@ def key_of_text(text: str, own: Mapping[str, Any]) -> Any:
 def refuse_further_state(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that keeps more than state of parameters and options of groups."""
     kept = [f"state[{key!r}]" for key in optimizer.state if not isinstance(key, Tensor)]
-    own = type(optimizer).state_dict is not torch.optim.Optimizer.state_dict
-    if own or optimizer._optimizer_state_dict_post_hooks:
+    with suppress(KeyError):  # torch's, of state of a parameter that is in no group
         more = optimizer.state_dict().keys() - {"state", "param_groups"}
         kept += [f"state_dict()[{key!r}]" for key in sorted(more, key=str)]
     if kept:
