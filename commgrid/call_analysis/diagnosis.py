@@ -11,7 +11,7 @@ Nothing here needs torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,10 +70,12 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         patience: seconds that a wait may last.
     """
     found = list(found)
-    standings = Standings.of(found)
-    missing = tuple(sorted(standings.ranks() - standings.traces.keys()))
+    standings = Standings(found)
+    missing = standings.missing()
     waits = lasting(standings, patience)
-    wrong = [*_crossed_groups(found), *mismatches(standings.matched.events.values())]
+    crossed = crossed_group(found)
+    wrong = [] if crossed is None else [crossed]
+    wrong += mismatches(standings.matched.events.values())
     known = {(each.group, each.members, each.turn) for each in wrong}
     late = [
         each for each in ends(standings, waits, patience)
@@ -94,17 +96,6 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         (*more, *consequences(waits, [*first, *more])), missing,
         {rank: tuple(sorted(others)) for rank, others in sorted(waiting.items())},
     )  # fmt: skip
-
-
-def _crossed_groups(found: list[Trace]) -> Iterator[Finding]:
-    """Groups that ranks have made in different orders, so that each means another one."""
-    crossed = crossed_group(found)
-    if crossed is not None:
-        name, ranks, text = crossed
-        since = min((call.began for trace in found for call in trace.calls), default=0.0)
-        yield Finding(
-            "other members", ranks, name, (), "new_group", 0, (), (), since, None, text
-        )  # fmt: skip
 
 
 def _by_culprit(findings: list[Finding]) -> tuple[list[Finding], list[Finding]]:

@@ -92,6 +92,11 @@ class Event:
         return len(self.sides) == len(self.needs)
 
     @property
+    def first_step(self) -> int:
+        """The first step of a program that issues a side of it."""
+        return min(side.at for side in self.sides)
+
+    @property
     def calls(self) -> dict[int, Call]:
         """By rank, what it issues."""
         return {side.rank: side.call for side in self.sides}

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from commgrid.layout.rank_text import describe_ranks
+from commgrid.layout.rank_text import describe_ranks as said
 
 Severity = Literal["error", "warning", "unknown"]
 
@@ -131,11 +130,6 @@ class Diagnosis:
 
 
 _MOST = 8
-
-
-def said(ranks: Sequence[int]) -> str:
-    """Ranks in words."""
-    return describe_ranks(ranks)
 
 
 def lasted(seconds: float) -> str:

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from commgrid.call_analysis.event import Channel, Event
-from commgrid.call_analysis.finding import Finding, said
+from commgrid.call_analysis.finding import Finding
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.operations import Alike
+from commgrid.layout.rank_text import describe_ranks as said
 
 _KINDS = {
     "operation": "other operation", "root": "other root", "reduction": "other reduction",

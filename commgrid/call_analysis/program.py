@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from commgrid.call_analysis.event import EventSide
+from commgrid.call_analysis.finding import Finding
 from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.wait_cycle import for_ever
 from commgrid.call_records.call import Call, Group, Handle
@@ -128,7 +129,7 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
             rank without a trace, or groups that ranks have made in different orders.
     """
     if (crossed := crossed_group(found)) is not None:
-        raise SpecError(crossed[2])
+        raise SpecError(crossed.text)
     traced = {trace.rank for trace in found}
     programs: dict[int, list[Step]] = {}
     for trace in found:
@@ -146,19 +147,10 @@ def from_traces(found: Sequence[Trace]) -> dict[int, list[Step]]:
     return programs
 
 
-def missing(found: Sequence[Trace]) -> tuple[int, ...]:
-    """Ranks of a job that have no trace, as far as groups of the others tell."""
-    ranks = {rank for trace in found for group in trace.groups for rank in group.ranks}
-    return tuple(sorted(ranks - {trace.rank for trace in found}))
-
-
-def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | None:
+def crossed_group(found: Sequence[Trace]) -> Finding | None:
     """Find a group that torch has numbered, and whose members differ between ranks.
 
     torch counts the groups that `new_group` makes: every rank makes all of them, in one order.
-
-    Returns:
-        Its name, two ranks that mean different groups by it, and that in words.
     """
     first: dict[str, tuple[int, Group]] = {}
     for trace in found:
@@ -168,23 +160,25 @@ def crossed_group(found: Sequence[Trace]) -> tuple[str, tuple[int, int], str] | 
                 continue
             rank, other = first.setdefault(key, (trace.rank, group))
             if other.ranks != group.ranks:
-                return group.name, (rank, trace.rank), (
+                since = min((call.began for each in found for call in each.calls), default=0.0)
+                return Finding(
+                    "other members", (rank, trace.rank), group.name, (), "new_group", 0, (), (),
+                    since, None,
                     f"group {group.name} has ranks {list(other.ranks)} on rank {rank} and "
                     f"{list(group.ranks)} on rank {trace.rank}: they call "
                     "torch.distributed.new_group in different orders. Have every rank make all "
-                    "groups, in one order"
+                    "groups, in one order",
                 )  # fmt: skip
     return None
 
 
-def whole(found: Sequence[Trace]) -> list[Trace]:
+def whole(standings: Standings) -> list[Trace]:
     """Traces with only the calls of which it is known whether all sides issue them.
 
     Left out are calls on a communicator whose ranks or records are missing, messages to a rank that
     receives from any source, and calls of which another side may still be issued, as its rank runs,
     was killed or was stopped. A rank in a deadlock issues nothing more.
     """
-    standings = Standings.of(found)
     waits = [wait for own in standings.waits.values() for wait in own]
     stuck = {(wait.rank, wait.call.thread) for wait in for_ever(standings, waits)}
 
@@ -212,7 +206,7 @@ def whole(found: Sequence[Trace]) -> list[Trace]:
                 if is_known(side)
             ),
         )
-        for trace in found
+        for trace in standings.traces.values()
     ]  # fmt: skip
 
 

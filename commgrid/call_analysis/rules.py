@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from commgrid.call_analysis.event import NEVER, Event, EventSide, QueueEntry, match
@@ -56,13 +56,13 @@ class Laid:
     """Programs with each call at its place.
 
     Args:
-        steps: of each rank.
-        sides: of each rank, by step, the calls that it issues.
+        programs: what each rank does.
+        sides: of each rank, the calls that it issues.
         events: all of them.
     """
 
-    steps: dict[int, list[Step]]
-    sides: dict[int, dict[int, list[EventSide]]]
+    programs: Programs
+    sides: dict[int, list[EventSide]]
     events: list[Event]
 
 
@@ -73,10 +73,9 @@ def lay_out(programs: Programs, rules: str) -> Laid:
         for rank, steps in programs.items()
     }
     matched = match(calls, by_tag=rules == "gloo")
-    laid = Laid({rank: list(steps) for rank, steps in programs.items()}, {}, [])
-    laid.events = list(matched.events.values())
-    for rank, steps in laid.steps.items():
-        own = laid.sides[rank] = {}
+    laid = Laid(programs, {}, list(matched.events.values()))
+    for rank, steps in programs.items():
+        own = laid.sides[rank] = []
         lengths: dict[Hashable, int] = {}
         waits = _waits(steps, rules)
         ahead = iter(matched.sides[rank])
@@ -87,7 +86,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                 assert side is not None  # `check_sides` refuses what belongs to no event
                 side.at, side.waited = at, waits.get((at, i), NEVER)
                 side.thread = thread_of(step if side.waited == NEVER else steps[side.waited])
-                own.setdefault(at, []).append(side)
+                own.append(side)
                 queue = _queue(rules, call, side.event.channel[0], isinstance(step, Batch))
                 if queue is None:
                     continue
@@ -101,7 +100,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
     return laid
 
 
-def _waits(steps: list[Step], rules: str) -> dict[tuple[int, int], int]:
+def _waits(steps: Sequence[Step], rules: str) -> dict[tuple[int, int], int]:
     """By step and call in it, the first step that waits for it, itself where it has no handle."""
     found: dict[tuple[int, int], int] = {}
     under_way: dict[Handle, list[tuple[int, int]]] = {}
@@ -138,7 +137,7 @@ def _queue(rules: str, call: Call, group: int, is_batch: bool) -> Hashable | Non
 def run(laid: Laid) -> list[Event]:
     """Does what can be done until nothing can; what is left, none where all ranks finish."""
     ahead: dict[Thread, list[int]] = {}  # by thread, its steps
-    for rank, steps in laid.steps.items():
+    for rank, steps in laid.programs.items():
         for at, step in enumerate(steps):
             ahead.setdefault((rank, thread_of(step)), []).append(at)
     done = dict.fromkeys(ahead, 0)  # how many of them
@@ -146,10 +145,12 @@ def run(laid: Laid) -> list[Event]:
     heads: dict[Hashable, int] = {}
     behind: dict[tuple[Hashable, int], QueueEntry] = {}
     pending: dict[tuple[int, int], int] = {}  # of a rank's step that waits: calls not over
+    issued: dict[tuple[int, int], list[EventSide]] = {}  # by rank and step
     for rank, own in laid.sides.items():
-        for side in (side for sides in own.values() for side in sides):
+        for side in own:
             place = (rank, side.waited)
             pending[place] = pending.get(place, 0) + 1
+            issued.setdefault((rank, side.at), []).append(side)
     moving = deque(ahead)
     over: deque[Event] = deque()
 
@@ -186,7 +187,7 @@ def run(laid: Laid) -> list[Event]:
         rank = thread[0]
         for at in ahead[thread][done[thread] :]:
             done[thread] += 1
-            for side in laid.sides[rank].get(at, ()):
+            for side in issued.get((rank, at), ()):
                 issue(side)
             while over:
                 for side in over.popleft().sides:
@@ -228,9 +229,9 @@ def circle(
     for sides in by_step.values():
         sides.sort(key=lambda side: side.at)
     for sides in by_queue.values():
-        sides.sort(key=lambda side: side.entry.place if side.entry is not None else 0)
+        sides.sort(key=_place)
     best: list[tuple[Event, EventSide]] = []
-    ordered = sorted(stuck, key=lambda event: min(side.at for side in event.sides))
+    ordered = sorted(stuck, key=lambda event: event.first_step)
     looked_at = 0
 
     def following(event: Event) -> Iterator[tuple[EventSide, Event]]:

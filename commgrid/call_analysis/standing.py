@@ -13,13 +13,14 @@ call without an end, unless stacks show that no thread is in torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from commgrid.call_analysis.event import Event, EventSide, Matched, match
 from commgrid.call_analysis.finding import Finding, lasted
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
+from commgrid.layout.rank_text import describe_ranks
 
 _DEVICES = ("nccl", "xccl", "hccl", "cncl", "mccl")
 # The last one is where functional collectives wait, those of DTensor and of compiled code.
@@ -64,59 +65,49 @@ class Standing:
         """The call by its group and turn: `tp all_reduce 3`."""
         return f"{self.call.group.first} {self.call.operation} {self.turn}"
 
-    def waited(self, ranks: int = 1) -> str:
-        """How long so many ranks have waited, in words."""
+    def waited(self, ranks: Sequence[int]) -> str:
+        """Which ranks wait in it, and how long: `ranks 0, 2 have waited 3.1 s`."""
+        is_one, said = len(ranks) == 1, describe_ranks(ranks)
         if self.seconds is None:
-            return "waits" if ranks == 1 else "wait"
-        return f"{'has' if ranks == 1 else 'have'} waited {lasted(self.seconds)}"
+            return f"{said} {'waits' if is_one else 'wait'}"
+        return f"{said} {'has' if is_one else 'have'} waited {lasted(self.seconds)}"
 
 
-@dataclass
 class Standings:
-    """Where all ranks stand.
+    """Where all ranks stand: their traces, `matched`, and the `waits` of each.
 
     Args:
-        traces: by rank.
-        matched: their calls.
-        waits: of each rank, the calls that its threads stand in.
-        now: when the last trace was written, in seconds of the wall clock.
+        found: the record of each rank.
     """
 
-    traces: dict[int, Trace]
-    matched: Matched
-    waits: dict[int, list[Standing]] = field(default_factory=dict)
-    now: float = 0.0
-    _absent: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of an event
-    _threads: dict[int, dict[int | None, set[int]]] = field(default_factory=dict)  # by rank, group
+    def __init__(self, found: Iterable[Trace]) -> None:
+        self.traces = {trace.rank: trace for trace in found}
+        self.now = max((trace.at or 0.0 for trace in self.traces.values()), default=0.0)
+        """When the last trace was written, in seconds of the wall clock."""
+        self.matched = _matched(self.traces)
+        self._absent: dict[Event, tuple[int, ...]] = {}
+        self._threads: dict[int, dict[int | None, set[int]]] = {}  # by rank and group
+        self.waits = {rank: [*self._of_rank(rank)] for rank in self.traces}
 
-    @classmethod
-    def of(cls, found: Iterable[Trace]) -> Standings:
-        traces = {trace.rank: trace for trace in found}
-        calls = {rank: trace.calls for rank, trace in traces.items()}
-        matched = match(calls, [group for trace in traces.values() for group in trace.groups])
-        for rank, trace in traces.items():
-            for group, count in trace.entered.items():
-                matched.note(matched.channel(group, "", None, None, 0), rank, count)
-            for (group, operation, source, target, tag), count in trace.sent.items():
-                channel = matched.channel(group, operation, source, target, tag)
-                matched.note(channel, operation, count)
-        standings = cls(traces, matched)
-        standings.now = max((trace.at or 0.0 for trace in traces.values()), default=0.0)
-        standings.waits = {rank: [*standings._of_rank(rank)] for rank in traces}
-        return standings
+    def missing(self) -> tuple[int, ...]:
+        """The ranks that have no record, as far as groups of the others tell."""
+        known = {rank for group in self.matched.groups for rank in group.ranks}
+        return tuple(sorted(known - self.traces.keys()))
 
-    def ranks(self) -> set[int]:
-        """Every rank that a record knows of."""
-        return {*self.traces, *(rank for group in self.matched.groups for rank in group.ranks)}
+    def last(self, rank: int) -> Standing:
+        """The last call of a rank; one without an operation: there is none."""
+        calls, sides = self.traces[rank].calls, self.matched.sides[rank]
+        if not calls:
+            return Standing(rank, Call(Group("", ()), "", where="?"), None)
+        return Standing(rank, calls[-1], sides[-1].event if sides[-1] is not None else None)
 
     def absent(self, event: Event | None) -> tuple[int, ...]:
         """The ranks that have not entered an event."""
         if event is None:
             return ()
-        found = self._absent.get(id(event))
-        if found is None:
-            found = self._absent[id(event)] = self.matched.absent(event)
-        return found
+        if event not in self._absent:
+            self._absent[event] = self.matched.absent(event)
+        return self._absent[event]
 
     def is_unknown(self, rank: int) -> bool:
         """Whether it is not known what a rank has issued last."""
@@ -179,6 +170,18 @@ class Standings:
     ) -> Standing:  # fmt: skip
         seconds = None if trace.at is None else max(trace.at - call.began, 0.0)
         return Standing(trace.rank, call, event, absent, behind, seconds)
+
+
+def _matched(traces: Mapping[int, Trace]) -> Matched:
+    """The calls of all ranks, with the counts of those that were not kept."""
+    calls = {rank: trace.calls for rank, trace in traces.items()}
+    found = match(calls, [group for trace in traces.values() for group in trace.groups])
+    for rank, trace in traces.items():
+        for group, count in trace.entered.items():
+            found.note(found.channel(group, "", None, None, 0), rank, count)
+        for (group, operation, source, target, tag), count in trace.sent.items():
+            found.note(found.channel(group, operation, source, target, tag), operation, count)
+    return found
 
 
 def tops(stacks: str) -> list[str]:

@@ -23,8 +23,8 @@ The rules, and why one look at the programs decides it, are in `commgrid.call_an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +120,8 @@ class Verdict:
         width = len(f"rank {max(self.programs, default=0)}")
         lines = []
         for rank, own in laid.sides.items():
-            sides = [side for each in own.values() for side in each]
-            stands = next((side for side in sides if not side.event.is_over), None)
-            told = [f"[{said(side)}]" if side is stands else said(side) for side in sides]
+            stands = next((side for side in own if not side.event.is_over), None)
+            told = [f"[{said(side)}]" if side is stands else said(side) for side in own]
             if told:
                 lines.append(f"{f'rank {rank}':{width}}  {'  '.join(told)}")
         return "\n".join(lines)
@@ -132,10 +131,7 @@ class Verdict:
         return {
             "rules": self.rules, "finishes": self.finishes, "ranks": self.ranks,
             "calls": self.calls, "kind": self.kind, "is_shortest": self.is_shortest,
-            "places": [
-                {"rank": p.rank, "call": p.call, "where": p.where, "why": p.why}
-                for p in self.places
-            ],
+            "places": [asdict(place) for place in self.places],
         }  # fmt: skip
 
 
@@ -168,22 +164,18 @@ def check(programs: Programs, rules: str = "nccl") -> Verdict:
     check_sides(programs)
     laid = lay_out(programs, rules)
     stuck = run(laid)
-    calls = sum(len(sides) for own in laid.sides.values() for sides in own.values())
+    calls = sum(map(len, laid.sides.values()))
     if not stuck:
         return Verdict(rules, len(programs), calls)
     wrong = [event for event in stuck if not event.is_whole or not is_alike(event)]
     if wrong:
-        first = min(wrong, key=lambda event: (event.begun != len(event.sides), _first_step(event)))
+        first = min(wrong, key=lambda event: (event.begun != len(event.sides), event.first_step))
         kind = "differs" if first.is_whole else "never issued"
         places = _differing(first) if first.is_whole else (_missing(first, laid),)
         return Verdict(rules, len(programs), calls, kind, places, _part(programs, [first]))
     found, is_shortest = circle(stuck)
     kept = _part(programs, [event for event, _ in found])
     return Verdict(rules, len(programs), calls, "circle", _waiting(found), kept, is_shortest)
-
-
-def _first_step(event: Event) -> int:
-    return min(side.at for side in event.sides)
 
 
 # -- in words ---------------------------------------------------------------------------
@@ -197,6 +189,10 @@ def said(side: EventSide, *, with_place: bool = False) -> str:
         peer = f" {'to' if call.operation == 'send' else 'from'} rank {call.peer}"
     where = f" ({call.where})" if with_place and call.where else ""
     return f"{call.group.short} {call.operation} {side.number}{peer}{where}"
+
+
+def _place(side: EventSide, why: str) -> Place:
+    return Place(side.rank, said(side), side.call.where, why)
 
 
 def _waiting(found: list[tuple[Event, EventSide]]) -> tuple[Place, ...]:
@@ -215,13 +211,8 @@ def _waiting(found: list[tuple[Event, EventSide]]) -> tuple[Place, ...]:
         whom = f"rank {before.rank}, which comes"
         if before.rank == side.rank:
             whom = "itself, which comes"
-        places.append(
-            Place(
-                side.rank, said(side), side.call.where,
-                f"{how} {whom} to it{at} "
-                f"{'after' if late.at > before.waited else 'behind'} {said(before)}",
-            )
-        )  # fmt: skip
+        order = "after" if late.at > before.waited else "behind"
+        places.append(_place(side, f"{how} {whom} to it{at} {order} {said(before)}"))
     turn = min(range(len(places)), key=lambda i: places[i].rank)
     return tuple(places[turn:] + places[:turn])
 
@@ -231,9 +222,9 @@ def _differing(event: Event) -> tuple[Place, ...]:
     sides = {side.rank: side for side in event.sides}
     places = []
     for ranks, _ in sorted(parties(event.calls), key=lambda party: party.ranks[0]):
-        name, call = said(sides[ranks[0]]), sides[ranks[0]].call
-        why = f"{name}: {both([(ranks, call.said(), call.where)])}"
-        places.append(Place(ranks[0], name, call.where, why))
+        side = sides[ranks[0]]
+        told = both([(ranks, side.call.said(), side.call.where)])
+        places.append(_place(side, f"{said(side)}: {told}"))
     return tuple(places)
 
 
@@ -253,13 +244,13 @@ def _missing(event: Event, laid: Laid) -> Place:
             f"{issues}, which {whom} {listed} never "
             f"{'do' if len(absent) > 1 else 'does'}{_parting(event, side, absent[0], laid)}"
         )
-    return Place(side.rank, said(side), side.call.where, why)
+    return _place(side, why)
 
 
 def _parting(event: Event, side: EventSide, absent: int, laid: Laid) -> str:
     """The first collective of two ranks that comes from other places of the program."""
     ours, theirs = (
-        [s for sides in laid.sides[rank].values() for s in sides
+        [s for s in laid.sides[rank]
          if s.call.group == side.call.group and not s.call.is_transfer]
         for rank in (side.rank, absent)
     )  # fmt: skip
@@ -282,31 +273,23 @@ def _part(programs: Programs, events: Sequence[Event]) -> dict[int, list[Step]]:
         (side.rank, side.at, id(side.call)): side.number
         for event in events for side in event.sides
     }  # fmt: skip
-    return {
-        rank: list(_part_of(rank, programs[rank], numbers))
-        for rank in programs if rank in ranks
-    }  # fmt: skip
-
-
-def _part_of(
-    rank: int,
-    steps: Sequence[Step],
-    numbers: dict[tuple[int, int, int], int],
-) -> Iterable[Step]:
-    under_way: set[Handle] = set()
-    for at, step in enumerate(steps):
-        if isinstance(step, Wait):
-            waited = tuple(handle for handle in step.handles if handle in under_way)
-            if waited or (under_way and not step.handles):
-                yield Wait(waited, step.thread)
-            under_way -= set(waited) if step.handles else under_way.copy()
-            continue
-        calls = tuple(
-            replace(call, number=numbers[rank, at, id(call)])
-            for call in calls_of(step) if (rank, at, id(call)) in numbers
-        )  # fmt: skip
-        if not calls:
-            continue
-        handles = {call.handle if step.handle is None else step.handle for call in calls}
-        under_way |= {handle for handle in handles if handle is not None}
-        yield Batch(calls, step.handle) if isinstance(step, Batch) else calls[0]
+    part: dict[int, list[Step]] = {rank: [] for rank in programs if rank in ranks}
+    for rank, kept in part.items():
+        under_way: set[Handle] = set()
+        for at, step in enumerate(programs[rank]):
+            if isinstance(step, Wait):
+                waited = tuple(handle for handle in step.handles if handle in under_way)
+                if waited or (under_way and not step.handles):
+                    kept.append(Wait(waited, step.thread))
+                under_way -= set(waited) if step.handles else under_way.copy()
+                continue
+            calls = tuple(
+                replace(call, number=numbers[rank, at, id(call)])
+                for call in calls_of(step) if (rank, at, id(call)) in numbers
+            )  # fmt: skip
+            if not calls:
+                continue
+            handles = {call.handle if step.handle is None else step.handle for call in calls}
+            under_way |= {handle for handle in handles if handle is not None}
+            kept.append(Batch(calls, step.handle) if isinstance(step, Batch) else calls[0])
+    return part

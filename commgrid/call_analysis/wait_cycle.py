@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import TypeVar
 
-from commgrid.call_analysis.finding import Finding, said
+from commgrid.call_analysis.finding import Finding
 from commgrid.call_analysis.standing import Standing, Standings, finding
 from commgrid.call_records.call import Call
+from commgrid.layout.rank_text import describe_ranks as said
 
 Node = TypeVar("Node", bound=Hashable)
 Step = TypeVar("Step")
@@ -68,6 +69,15 @@ def _way_back(
     return way[::-1]
 
 
+def held_threads(waits: list[Standing]) -> dict[int, set[int]]:
+    """By rank, the threads that wait for other ranks."""
+    held: dict[int, set[int]] = {}
+    for wait in waits:
+        if wait.needs:
+            held.setdefault(wait.rank, set()).add(wait.call.thread)
+    return held
+
+
 def for_ever(standings: Standings, waits: list[Standing], suspect: bool = False) -> list[Standing]:
     """The waits that cannot end.
 
@@ -78,9 +88,7 @@ def for_ever(standings: Standings, waits: list[Standing], suspect: bool = False)
     """
     left = [wait for wait in waits if wait.needs]
     while True:
-        held: dict[int, set[int]] = {}
-        for wait in left:
-            held.setdefault(wait.rank, set()).add(wait.call.thread)
+        held = held_threads(left)
 
         def is_held(rank: int, wait: Standing, held: dict[int, set[int]] = held) -> bool:
             group = wait.call.group if suspect else None

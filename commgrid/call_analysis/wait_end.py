@@ -8,10 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from commgrid.call_analysis.event import Event
-from commgrid.call_analysis.finding import Finding, lasted, said
+from commgrid.call_analysis.finding import Finding, lasted
 from commgrid.call_analysis.standing import Standing, Standings, finding
-from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever
-from commgrid.call_records.call import Call, Group
+from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever, held_threads
+from commgrid.layout.rank_text import describe_ranks as said
 
 _NOTED = 3.0  # a process that records notes each second that it runs
 
@@ -87,11 +87,12 @@ def deaths(standings: Standings) -> Iterator[Finding]:
 
     for rank, trace in standings.traces.items():
         if _was_killed(standings, rank) and not any(map(hung, standings.waits[rank])):
-            call = trace.calls[-1] if trace.calls else Call(Group("", ()), "", where="?")
+            last = standings.last(rank)
+            group = last.call.group
             yield Finding(
-                "killed", (rank,), call.group.name, call.group.ranks, call.operation,
-                _turn(standings, rank), (call.where,), (), trace.at or 0.0, None,
-                f"rank {rank} was killed; {_last(standings, rank)}",
+                "killed", (rank,), group.name, group.ranks, last.call.operation, last.turn,
+                (last.call.where,), (), trace.at or 0.0, None,
+                f"rank {rank} was killed; {_issued(last)}",
             )  # fmt: skip
 
 
@@ -105,10 +106,7 @@ def ends(standings: Standings, waits: list[Standing], patience: float) -> Iterat
     """
     stuck = for_ever(standings, waits)
     suspects = [] if stuck else for_ever(standings, waits, suspect=True)
-    held: dict[int, set[int]] = {}  # by rank, the threads that wait for others
-    for wait in waits:
-        if wait.needs:
-            held.setdefault(wait.rank, set()).add(wait.call.thread)
+    held = held_threads(waits)
     absent: dict[tuple[int, int], list[Standing]] = {}  # by rank and event
     unknown: dict[int, list[Standing]] = {}
     for wait in waits:
@@ -166,27 +164,18 @@ def _absence(
         kind, how = "killed", f"was killed before {what}"
     elif trace.state == "ended":
         kind, how = "ended early", f"ended without entering {what}"
-    text = f"rank {rank} {how}, for which {said(others)} {wait.waited(len(others))} at "
-    text += f"{wait.call.where}{_present(trace.stacks)}; {_last(standings, rank)}"
+    text = f"rank {rank} {how}, for which {wait.waited(others)} at "
+    last = standings.last(rank)
+    text += f"{wait.call.where}{_present(trace.stacks)}; {_issued(last)}"
     text += _in_turn(waits, others, rank)
-    last = trace.calls[-1].where if trace.calls else "?"
-    return finding(kind, (rank,), found, (last, wait.call.where), text)
+    return finding(kind, (rank,), found, (last.call.where, wait.call.where), text)
 
 
-def _last(standings: Standings, rank: int) -> str:
-    calls = standings.traces[rank].calls
-    if not calls:
+def _issued(last: Standing) -> str:
+    """A rank's last call, in words."""
+    if not last.call.operation:
         return "it has issued no call"
-    name, operation = calls[-1].group.first, calls[-1].operation
-    return f"its last call was {name} {operation} {_turn(standings, rank)} at {calls[-1].where}"
-
-
-def _turn(standings: Standings, rank: int) -> int:
-    """The turn of a rank's last call."""
-    calls, sides = standings.traces[rank].calls, standings.matched.sides[rank]
-    if not calls or sides[-1] is None:
-        return (calls[-1].turn or 0) if calls else 0
-    return sides[-1].event.turn
+    return f"its last call was {last} at {last.call.where}"
 
 
 def _in_turn(waits: list[Standing], others: list[int], rank: int) -> str:
@@ -209,10 +198,7 @@ def _cannot_tell(standings: Standings, waits: list[Standing]) -> Finding:
     lost = [rank for rank in open_ if rank in standings.traces]
     why = [f"{said(gone)} left no record (killed before it was written?)"] if gone else []
     why += [f"the record of {said(lost)} is not complete (was a disk full?)"] if lost else []
-    text = (
-        f"cannot tell: {' and '.join(why)}; {said(others)} {wait.waited(len(others))} in {wait} at "
-        f"{wait.call.where}"
-    )
+    text = f"cannot tell: {' and '.join(why)}; {wait.waited(others)} in {wait} at {wait.call.where}"
     return finding("missing rank", tuple(open_), waits, (wait.call.where,), text)
 
 

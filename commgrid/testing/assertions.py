@@ -16,6 +16,7 @@ from commgrid.audit.auditing import compare_grids, on_ranks
 from commgrid.audit.dry import record
 from commgrid.call_analysis.program import crossed_group, from_traces, whole
 from commgrid.call_analysis.rules import RULES
+from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.verification import check
 from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError, SpecError
@@ -201,7 +202,7 @@ def finishes(
         traces = trace_files.read(Path(folder))
     crossed = crossed_group(traces)
     if crossed is not None:
-        raise RanksWait(crossed[2])
-    verdict = check(from_traces(traces if ranks is None else whole(traces)), backend)
+        raise RanksWait(crossed.text)
+    verdict = check(from_traces(traces if ranks is None else whole(Standings(traces))), backend)
     if not verdict.finishes:
         raise RanksWait(f"{made.text!r} of {made.world_size} ranks: {verdict}\n\n{verdict.draw()}")

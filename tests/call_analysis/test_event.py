@@ -7,6 +7,7 @@ import pytest
 from commgrid.call_analysis.diagnosis import diagnose
 from commgrid.call_analysis.event import match
 from commgrid.call_analysis.program import crossed_group, from_traces, whole
+from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.verification import check
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
@@ -82,7 +83,7 @@ def test_only_groups_that_torch_numbers_can_be_crossed() -> None:
     assert crossed_group(made("commgrid/default/1/dp")) is None
     found = crossed_group(made("3@2"))
     assert found is not None
-    assert found[2].startswith("group 3 has ranks [0, 1] on rank 0 and [0, 2] on rank 1")
+    assert found.text.startswith("group 3 has ranks [0, 1] on rank 0 and [0, 2] on rank 1")
 
 
 def test_messages_meet_by_tag() -> None:
@@ -157,7 +158,7 @@ PAIR = Group("tp", (0, 1), "tp", "gloo")
 
 def status(*found: Trace) -> tuple[bool, int]:
     """Whether what is known finishes, and how many calls are left out."""
-    known = whole(found)
+    known = whole(Standings(found))
     left_out = sum(len(trace.calls) for trace in found) - sum(len(trace.calls) for trace in known)
     return check(from_traces(known), "gloo").finishes, left_out
 

@@ -22,7 +22,7 @@ def standings(*calls: tuple[float, float, float]) -> Standings:
         )
         for rank in RANKS
     }  # fmt: skip
-    return Standings.of(Trace(rank, own, host="one") for rank, own in held.items())
+    return Standings(Trace(rank, own, host="one") for rank, own in held.items())
 
 
 def test_a_slow_rank_is_charged_with_what_the_next_to_last_waits() -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from commgrid.call_analysis.program import from_traces, missing, whole
+from commgrid.call_analysis.program import from_traces, whole
+from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records import files as trace_files
 from commgrid.cli.grid_options import new_command
@@ -49,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
     if args.strict and args.backend == "gloo":
         raise SpecError("--strict is about NCCL's guide; leave --backend gloo out")
     traces = trace_files.read(args.folder)
-    absent = missing(traces)
-    known = whole(traces)
+    standings = Standings(traces)
+    absent, known = standings.missing(), whole(standings)
     left_out = sum(len(a.calls) - len(b.calls) for a, b in zip(traces, known, strict=True))
     made = from_traces(known)
     rules = [args.backend] if args.backend else ["nccl", "gloo"]
