@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.recording.places import caller, group_of, place_of
+from commgrid.recording.places import caller, group_of
 from commgrid.torch_compat import autograd_nodes
 from commgrid.torch_compat.interposer import Arguments
 
@@ -42,7 +42,7 @@ class ReductionListener:
         memory: tuple[tuple[int, int], ...] = ()
         if made.reduction:
             memory = tuple((t.data_ptr(), t.data_ptr() + t.nbytes) for t in made.tensors)
-        said = [made.operation, group_of(group).name, place_of(*caller())]
+        said = [made.operation, group_of(group).name, caller()]
         self._seen.append(_Seen(said, self._inside(), memory))
         module = autograd_nodes.noted()
         if module is not None:

@@ -42,6 +42,6 @@ def as_dict(trace: Trace) -> dict[str, Any]:
 
 
 def _call(call: Call, places: dict[Group, int]) -> dict[str, Any]:
-    values = {each.name: getattr(call, each.name) for each in fields(call)}
-    kept = {each.name for each in fields(call) if values[each.name] != each.default}
-    return {**{name: values[name] for name in values if name in kept}, "group": places[call.group]}
+    held = {each.name: (getattr(call, each.name), each.default) for each in fields(call)}
+    kept = {name: value for name, (value, default) in held.items() if value != default}
+    return {**kept, "group": places[call.group]}

@@ -203,7 +203,9 @@ def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
     (rank,) = _whole(held.noted("rank") or [0])
     host = str((*held.noted("process"), *[""] * 5)[4])
     groups: dict[int, Group] = {}
+    kinds: dict[int, Sequence[str]] = {}
     texts: dict[int, str] = {}
+    stacks: dict[int, tuple[str, ...]] = {}
     entered: dict[Group, int] = {}
     sent: dict[tuple[Group, str, int, int, int], int] = {}
     for number, (count, (what, *values)) in enumerate(held.entries):
@@ -222,14 +224,12 @@ def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
             file, line, function = values
             parts = file.split("/")
             texts[number] = f"{'/'.join(parts[-lengths[parts[-1]] :])}:{line} {function}"
+        elif what == "stack":
+            stacks[number] = tuple(texts[place] for place in values[0])
+        elif what == "kind":
+            kinds[number] = values
     rows, steps = held.unpacked()
     offset = held.wall - held.monotonic / 1e9
-    kinds = {n: values[1:] for n, (_, values) in enumerate(held.entries) if values[0] == "kind"}
-    stacks = {
-        number: tuple(texts[place] for place in values[1])
-        for number, (_, values) in enumerate(held.entries)
-        if values[0] == "stack"
-    }
     calls = [(row, _call(row, groups, kinds, stacks, offset)) for row in rows]
     times = (t for _, call in calls for t in (call.began, call.issued, call.ended) if t is not None)
     return Trace(

@@ -61,6 +61,18 @@ def folder_of_user() -> Path:
     return Path(tempfile.gettempdir()) / f"commgrid-{os.getuid()}"
 
 
+def file_of(pid: int, kind: str) -> Path:
+    """A file of a process: its `json`, `stacks`, `torch`, `ask` or `asked`."""
+    return folder_of_user() / f"{pid}.{kind}"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that readers find whole or not at all."""
+    half = path.with_name(f"{path.name}.half")
+    half.write_bytes(data)
+    half.rename(path)
+
+
 def is_caught(pid: int) -> bool:
     """Whether a process handles SIGUSR1, in Python or in C, and does not end by it."""
     if pid == os.getpid() and signal.getsignal(signal.SIGUSR1) != signal.SIG_DFL:
@@ -98,7 +110,7 @@ def space_of_pids() -> str:
 def remove(pid: int) -> None:
     for kind in ("json", "stacks", "torch", "ask", "asked"):
         with suppress(OSError):
-            (folder_of_user() / f"{pid}.{kind}").unlink(missing_ok=True)
+            file_of(pid, kind).unlink(missing_ok=True)
 
 
 def running() -> list[Process]:
@@ -202,10 +214,6 @@ def dump(job: Sequence[Process], folder: Path, timeout: float) -> list[Dumped]:
         raise SpecError(f"-o {folder}: cannot be written: {error.strerror or error}") from error
 
 
-def _file(process: Process, kind: str) -> Path:
-    return folder_of_user() / f"{process.pid}.{kind}"
-
-
 def _ask(process: Process) -> tuple[int, int] | None:
     """Send the signal, to a process that handles it.
 
@@ -214,7 +222,7 @@ def _ask(process: Process) -> tuple[int, int] | None:
     """
     with suppress(OSError):
         if process.answers and is_caught(process.pid):
-            before = _file(process, "stacks").stat().st_size, _written(process)
+            before = file_of(process.pid, "stacks").stat().st_size, _written(process)
             os.kill(process.pid, signal.SIGUSR1)
             return before
     return None
@@ -222,7 +230,7 @@ def _ask(process: Process) -> tuple[int, int] | None:
 
 def _written(process: Process) -> int:
     with suppress(OSError):
-        return _file(process, "torch").stat().st_mtime_ns
+        return file_of(process.pid, "torch").stat().st_mtime_ns
     return 0
 
 
@@ -232,7 +240,7 @@ def _collect(
     name = f"rank_{process.rank:05}"
     stacks, torch, why = b"", False, "the program handles SIGUSR1 itself"
     if before is not None:
-        stacks = whole_after(_file(process, "stacks"), before[0], until)
+        stacks = whole_after(file_of(process.pid, "stacks"), before[0], until)
         why = "" if stacks else "it does not answer, or has ended"
         while stacks and _written(process) == before[1] and time.monotonic() < until:
             time.sleep(QUIET / 10)
@@ -240,7 +248,7 @@ def _collect(
     if stacks:
         (folder / f"{name}.stacks").write_bytes(stacks)
     if torch:
-        shutil.copyfile(_file(process, "torch"), folder / f"torch_trace_rank_{process.rank}")
+        shutil.copyfile(file_of(process.pid, "torch"), folder / f"torch_trace_rank_{process.rank}")
     records = None
     with suppress(OSError, ValueError):
         records = ring.Contents(Path(process.ring).read_bytes()) if process.ring else None
@@ -263,10 +271,10 @@ def gather(
         All ranks of the job, also those that have not answered.
     """
     asking, until = job[0], time.monotonic() + timeout + NOTICED
-    answers, half = _file(asking, "asked"), _file(asking, "ask.half")
+    answers = file_of(asking.pid, "asked")
     answers.unlink(missing_ok=True)
-    half.write_text(json.dumps({"folder": str(folder.absolute()), "timeout": timeout}))
-    half.rename(_file(asking, "ask"))
+    request = json.dumps({"folder": str(folder.absolute()), "timeout": timeout})
+    write_whole(file_of(asking.pid, "ask"), request.encode())
     while not answers.exists() and time.monotonic() < until:
         time.sleep(QUIET / 10)
     answered = set(json.loads(answers.read_text())) if answers.exists() else set()

@@ -37,7 +37,7 @@ def summed(traces: Iterable[Trace]) -> list[Sum]:
         own: dict[tuple[str, str, str], list[Call]] = {}
         for call in trace.calls:
             own.setdefault((call.group.name, call.operation, call.where), []).append(call)
-        whole = _length(trace.calls)
+        whole = trace.last - trace.calls[0].began if trace.calls else 0.0
         for key, calls in own.items():
             seconds = sum(call.ended - call.began for call in calls if call.ended is not None)
             share = seconds / whole if whole else 0.0
@@ -45,13 +45,6 @@ def summed(traces: Iterable[Trace]) -> list[Sum]:
             if key not in found or made.seconds > found[key].seconds:
                 found[key] = made
     return sorted(found.values(), key=lambda each: (-each.seconds, each.group, each.operation))
-
-
-def _length(calls: Sequence[Call]) -> float:
-    """Seconds from the first call to the end of the last."""
-    if not calls:
-        return 0.0
-    return max(call.ended or call.issued or call.began for call in calls) - calls[0].began
 
 
 def as_table(sums: Sequence[Sum], most: int = 30) -> str:

@@ -29,7 +29,7 @@ def as_events(traces: Sequence[Trace]) -> dict[str, Any]:
                 {"ph": "M", "pid": trace.rank, "tid": row, "name": "thread_name",
                  "args": {"name": group}}
             )  # fmt: skip
-        last = max((c.ended or c.issued or c.began for c in trace.calls), default=start)
+        last = trace.last
         for call in trace.calls:
             ended = call.ended if call.ended is not None else call.issued
             unfinished = {} if ended is not None else {"unfinished": True}

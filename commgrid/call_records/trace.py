@@ -56,3 +56,8 @@ class Trace:
     steps: tuple[tuple[int, float], ...] = ()
     lost: bool = False
     stacks: str = ""
+
+    @property
+    def last(self) -> float:
+        """When the last of its calls ended, or was issued or begun if it has not; 0: no call."""
+        return max((c.ended or c.issued or c.began for c in self.calls), default=0.0)

@@ -26,7 +26,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from commgrid.call_records import files as trace_files
-from commgrid.call_records.processes import folder_of_user
+from commgrid.call_records.processes import file_of, write_whole
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.remote import others
@@ -68,7 +68,7 @@ class _Dumping:
                     self._seen += len(stacks)
                     _write_records(stacks)
                     _write_torchs()
-                if _file("ask").exists():
+                if file_of(os.getpid(), "ask").exists():
                     _gather()
             except Exception:
                 _log.exception("commgrid dump gets no answer from this rank")
@@ -103,18 +103,6 @@ def _stop() -> None:
             _dumping.pop().stop()
 
 
-def _file(kind: str) -> Path:
-    return folder_of_user() / f"{os.getpid()}.{kind}"
-
-
-def _write(kind: str, data: bytes) -> None:
-    """Write a file for `commgrid dump`, which finds it whole or not at all."""
-    half = _file(f"{kind}.half")
-    with suppress(OSError):
-        half.write_bytes(data)
-        half.rename(_file(kind))
-
-
 def _write_records(stacks: bytes) -> None:
     """Write what this process has recorded, and the stacks beside it."""
     own = recorder.current()
@@ -130,13 +118,16 @@ def _write_records(stacks: bytes) -> None:
 def _write_torchs() -> None:
     """Write what torch has recorded."""
     about = {"host": socket.gethostname(), "at": time.time()}
-    _write("torch", pickle.dumps({**torch_world.flight_records(), "commgrid": about}))
+    data = pickle.dumps({**torch_world.flight_records(), "commgrid": about})
+    with suppress(OSError):
+        write_whole(file_of(os.getpid(), "torch"), data)
 
 
 def _gather() -> None:
     """Ask all ranks for their records over the store, and write them where `commgrid dump` says."""
-    request = json.loads(_file("ask").read_bytes())
-    _file("ask").unlink()
+    ask = file_of(os.getpid(), "ask")
+    request = json.loads(ask.read_bytes())
+    ask.unlink()
     own = recorder.current()
     records = others(torch_world.world_rank(), request["timeout"])
     records += [own.contents()] if own is not None else []
@@ -145,4 +136,6 @@ def _gather() -> None:
         path = Path(request["folder"]) / f"rank_{trace.rank:05}.ring"
         if not path.exists():  # the file of a rank of this host has more
             path.write_bytes(data)
-    _write("asked", json.dumps([trace.rank for trace in traces]).encode())
+    with suppress(OSError):
+        answered = json.dumps([trace.rank for trace in traces]).encode()
+        write_whole(file_of(os.getpid(), "asked"), answered)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from commgrid.call_analysis.mismatch import difference
+from commgrid.call_analysis.mismatch import both, difference
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.operations import TRANSFERS, Alike
@@ -348,15 +348,13 @@ class OrderCheck:
         is_deadly = kind in ("other shape", "other size") and link.mine[turn] & theirs.digest & 1
         if not kind or (made is not None and not is_deadly):
             return
-        told = sorted(
-            [(self._rank, mine.said(), mine.where), (link.rank, theirs.said, theirs.where)]
-        )
-        sides = ", ".join(f"{what} at {place} on rank {rank}" for rank, what, place in told)
-        raise self._posted(
-            GridMismatchError(
-                f"call {turn} of {channel.group.name} is not the same on all ranks: {sides}"
-            )
-        )
+        sides = [
+            ((self._rank,), mine.said(), mine.where), ((link.rank,), theirs.said, theirs.where)
+        ]  # fmt: skip
+        found = f"call {turn} of {channel.group.name} is not the same on all ranks: "
+        found += both(sorted(sides))
+        self._post(found)
+        raise GridMismatchError(found)
 
     def _read_until(self, is_enough: Callable[[], bool], seconds: float) -> bool:
         """Read messages until something is known; return whether it is."""
@@ -368,12 +366,8 @@ class OrderCheck:
             self._mail.read(left, is_enough)
         return True
 
-    def _posted(self, error: GridMismatchError) -> GridMismatchError:
-        """Tell the other ranks of an error, and return it."""
-        self._post(f"{error}")
-        return error
-
     def _post(self, text: str) -> None:
+        """Tell the other ranks of an error."""
         with suppress(RuntimeError):
             self._store.compare_set(f"{self._base}/failed", "", text)
         if self._grid.watch is not None:  # wakes ranks that wait on a device
@@ -385,10 +379,9 @@ class OrderCheck:
         with suppress(RuntimeError):  # the store has gone; the wait itself will say who else
             if self._store.check([f"{self._base}/failed"]):
                 told = bytes(self._store.get(f"{self._base}/failed")).decode()
-        if told.startswith(_DEADLOCK):
-            raise GridMismatchError(f"deadlock: {told.removeprefix(_DEADLOCK)}")
         if told:
-            raise GridMismatchError(f"{told} (found on another rank)")
+            is_of_all = told.startswith(_DEADLOCK)
+            raise GridMismatchError(told if is_of_all else f"{told} (found on another rank)")
 
     # -- looking at what others do -------------------------------------------------------
 

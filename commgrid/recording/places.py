@@ -136,22 +136,18 @@ def group_of(its_group: dist.ProcessGroup) -> Group:
     return Group(called, ranks, f"{name}@{world_key()}", backend)
 
 
-def place_of(code: CodeType | None, line: int) -> str:
-    """File, line and function of a call."""
-    return "?" if code is None else f"{Path(code.co_filename).name}:{line} {code.co_name}"
-
-
 _PROGRAM, _OWN, _OTHER = 1, 2, 3
 _kinds: dict[str, int] = {}  # by file; code objects of two files may be equal
 
 
-def caller() -> tuple[CodeType | None, int]:
-    """Return the innermost frame of the program; called by listeners.
+def caller() -> str:
+    """Return file, line and function of the program's innermost frame; called by listeners.
 
     On threads without one, such as autograd's, it is the innermost frame of commgrid.
     """
-    each = next(iter(_program(sys._getframe(2))), None)
-    return (None, 0) if each is None else each
+    for code, line in _program(sys._getframe(2)):
+        return f"{Path(code.co_filename).name}:{line} {code.co_name}"
+    return "?"
 
 
 def _program(frame: FrameType | None) -> list[tuple[CodeType, int]]:

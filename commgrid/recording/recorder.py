@@ -19,7 +19,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.call_records.processes import boot, space_of_pids, started
+from commgrid.call_records.processes import boot, space_of_pids, started, write_whole
 from commgrid.call_records.ring import ENDED, STOPPED, Contents, Ring
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
 from commgrid.recording.counts import Begun, CallCount, ChannelCounts
@@ -168,11 +168,9 @@ class Recorder:
         path = folder.absolute() / f"rank_{self.rank:05}.ring"
         if self.ring.path is not None and path.resolve() == self.ring.path.resolve():
             return path  # where all is already
-        half = path.with_suffix(".half")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            half.write_bytes(self.contents())
-            half.rename(path)
+            write_whole(path, self.contents())
         except OSError as error:
             raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path

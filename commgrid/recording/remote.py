@@ -15,7 +15,7 @@ import time
 import uuid
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from commgrid.call_analysis.diagnosis import PATIENCE
@@ -81,19 +81,16 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
 def others(rank: int, timeout: float) -> list[bytes]:
     """Return the records that other ranks send in time."""
     with suppress(RuntimeError):  # the store has gone with the rank that served it
-        driver = _driver(_connection(torch_world.world_store()))
-        asking = Questions(rank, range(torch_world.world_size()))
-        try:
+        with closing(_own_driver(torch_world.world_store())) as driver:
+            asking = Questions(rank, range(torch_world.world_size()))
             answers = driver.run(asking.ask(timeout))
-        finally:
-            driver.close()
         return [zlib.decompress(each) for each in answers.values()]
     return []
 
 
-def _connection(store: Any) -> Any:
-    """A connection of one's own to a store, also if its server is stopped: that is an error."""
-    return connection_of(PatientStore(store, lambda: timeouts().answer))
+def _own_driver(store: Any) -> StoreDriver:
+    """A driver on a connection of its own; if the store's server is stopped, that is an error."""
+    return _driver(connection_of(PatientStore(store, lambda: timeouts().answer)))
 
 
 def _driver(store: Any) -> StoreDriver:
@@ -141,7 +138,7 @@ class Answering:
                     continue
                 try:
                     if driver is None:
-                        driver = _driver(_connection(self.store))
+                        driver = _own_driver(self.store)
                         driver.run(self._questions.begin())
                     is_asked = driver.has_come(self._questions.next_key)
                     if is_asked or time.monotonic() > until:
@@ -215,14 +212,11 @@ def at_failure(identity: str, late: bool) -> Callable[[], str]:
 def _why(own: Recorder, identity: str, late: bool) -> str:
     """Return the reason that the first rank whose call timed out has found, on every rank."""
     at = f"commgrid/failures/{identity}/why"
-    with suppress(Exception):  # the failure itself is the error to raise
-        driver = _driver(_connection(torch_world.world_store()))
-        try:
-            if late and driver.run(first(at)):
-                found = diagnose(timeouts().leave, patience=timeouts().beat)
-                driver.run(tell(at, f"{found}" if found else ""))
-            # gloo closes the connections of a call that times out before its rank can say so.
-            return driver.run(hear(at, timeouts().settle, 2 * timeouts().leave))
-        finally:
-            driver.close()
+    # The failure itself is the error to raise.
+    with suppress(Exception), closing(_own_driver(torch_world.world_store())) as driver:
+        if late and driver.run(first(at)):
+            found = diagnose(timeouts().leave, patience=timeouts().beat)
+            driver.run(tell(at, f"{found}" if found else ""))
+        # gloo closes the connections of a call that times out before its rank can say so.
+        return driver.run(hear(at, timeouts().settle, 2 * timeouts().leave))
     return ""

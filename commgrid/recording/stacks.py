@@ -15,12 +15,14 @@ from pathlib import Path
 from commgrid.call_records.processes import (
     QUIET,
     Process,
+    file_of,
     folder_of_user,
     is_caught,
     remove,
     space_of_pids,
     started,
     whole_after,
+    write_whole,
 )
 
 
@@ -75,15 +77,13 @@ def announce(grid: str, rank: int, world_size: int, records: Path | None) -> Non
             return
         if _own.stacks < 0 and not is_caught(os.getpid()):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            _own.stacks = os.open(folder / f"{_own.pid}.stacks", flags, 0o600)
+            _own.stacks = os.open(file_of(_own.pid, "stacks"), flags, 0o600)
             faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
         said = Process(
             _own.pid, started(_own.pid), space_of_pids(), rank, world_size, _job(world_size),
             " ".join(sys.argv), "" if records is None else str(records), _own.stacks >= 0,
         )  # fmt: skip
-        half = folder / f"{_own.pid}.half"
-        half.write_text(json.dumps(asdict(said)), encoding="utf-8")
-        half.rename(folder / f"{_own.pid}.json")
+        write_whole(file_of(_own.pid, "json"), json.dumps(asdict(said)).encode())
 
 
 def _leave_to_parent() -> None:
@@ -122,7 +122,7 @@ def stacks_since(size: int) -> bytes:
     """Return this process's stacks beyond so many bytes, once they are complete."""
     if stacks_size() <= size:
         return b""
-    return whole_after(folder_of_user() / f"{_own.pid}.stacks", size, time.monotonic() + 10 * QUIET)
+    return whole_after(file_of(_own.pid, "stacks"), size, time.monotonic() + 10 * QUIET)
 
 
 def _job(world_size: int) -> str:
