@@ -136,11 +136,11 @@ def _queue(rules: str, call: Call, group: int, is_batch: bool) -> Hashable | Non
 
 def run(laid: Laid) -> list[Event]:
     """Does what can be done until nothing can; what is left, none where all ranks finish."""
-    ahead: dict[Thread, list[int]] = {}  # by thread, its steps
+    own_steps: dict[Thread, list[int]] = {}
     for rank, steps in laid.programs.items():
         for at, step in enumerate(steps):
-            ahead.setdefault((rank, thread_of(step)), []).append(at)
-    done = dict.fromkeys(ahead, 0)  # how many of them
+            own_steps.setdefault((rank, thread_of(step)), []).append(at)
+    ahead = {thread: iter(own) for thread, own in own_steps.items()}
     stands: dict[tuple[int, int], Thread] = {}  # by rank and step, the thread that waits there
     heads: dict[Hashable, int] = {}
     behind: dict[tuple[Hashable, int], QueueEntry] = {}
@@ -185,8 +185,7 @@ def run(laid: Laid) -> list[Event]:
     while moving:
         thread = moving.popleft()
         rank = thread[0]
-        for at in ahead[thread][done[thread] :]:
-            done[thread] += 1
+        for at in ahead[thread]:
             for side in issued.get((rank, at), ()):
                 issue(side)
             while over:
@@ -219,24 +218,21 @@ def circle(
         The events, each with its side on the rank where it holds up the next; and whether a
         shorter circle was ruled out within the effort.
     """
-    by_step: dict[Thread, list[EventSide]] = {}
-    by_queue: dict[Hashable, list[EventSide]] = {}
+    orders: dict[Hashable, list[EventSide]] = {}  # of threads and queues, the first step first
     for event in stuck:
         for side in event.sides:
-            by_step.setdefault((side.rank, side.call.thread), []).append(side)
+            orders.setdefault(("thread", side.rank, side.call.thread), []).append(side)
             if side.entry is not None:
-                by_queue.setdefault(side.entry.queue, []).append(side)
-    for sides in by_step.values():
-        sides.sort(key=lambda side: side.at)
-    for sides in by_queue.values():
-        sides.sort(key=_place)
+                orders.setdefault(side.entry.queue, []).append(side)
+    for sides in orders.values():
+        sides.sort(key=_step)
     best: list[tuple[Event, EventSide]] = []
     ordered = sorted(stuck, key=lambda event: event.first_step)
     looked_at = 0
 
     def following(event: Event) -> Iterator[tuple[EventSide, Event]]:
         nonlocal looked_at
-        for each in _after(event, by_step, by_queue, seen_from):
+        for each in _after(event, orders, seen_from):
             if looked_at >= effort:
                 return
             looked_at += 1
@@ -258,36 +254,20 @@ def _any_alone(stuck: list[Event]) -> bool:
 
 
 def _after(
-    event: Event,
-    by_step: dict[Thread, list[EventSide]],
-    by_queue: dict[Hashable, list[EventSide]],
-    seen_from: dict[Hashable, int],
+    event: Event, orders: dict[Hashable, list[EventSide]], seen_from: dict[Hashable, int]
 ) -> Iterator[tuple[EventSide, Event]]:
     """The events that have to wait for one, each with the side that keeps it waiting."""
     for side in event.sides:
-        thread = side.rank, side.thread
-        held = by_step.get(thread, [])
-        start = bisect_right(held, side.waited, key=lambda other: other.at)
-        yield from _new(side, held, start, ("step", *thread), seen_from)
+        held_up: list[tuple[Hashable, int]] = [(("thread", side.rank, side.thread), side.waited)]
         if side.entry is not None:
-            queue = by_queue[side.entry.queue]
-            start = bisect_right(queue, side.entry.place, key=_place)
-            yield from _new(side, queue, start, ("queue", side.entry.queue), seen_from)
+            held_up.append((side.entry.queue, side.at))
+        for key, step in held_up:
+            order = orders.get(key, [])
+            start, stop = bisect_right(order, step, key=_step), seen_from.get(key, len(order))
+            for other in order[start:stop]:
+                yield side, other.event
+            seen_from[key] = min(start, stop)
 
 
-def _new(
-    side: EventSide,
-    held: list[EventSide],
-    start: int,
-    key: Hashable,
-    seen_from: dict[Hashable, int],
-) -> Iterator[tuple[EventSide, Event]]:
-    until = seen_from.get(key, len(held))
-    for other in held[start:until]:
-        yield side, other.event
-    seen_from[key] = min(start, until)
-
-
-def _place(side: EventSide) -> int:
-    assert side.entry is not None
-    return side.entry.place
+def _step(side: EventSide) -> int:
+    return side.at

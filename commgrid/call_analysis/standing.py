@@ -152,7 +152,9 @@ class Standings:
     def _unfinished(self, trace: Trace) -> Iterator[Standing]:
         """The calls that have not ended; on a device the first one."""
         first = _first_on_device(trace)
-        may_wait = not trace.stacks or any(_WAITS.search(each) for each in tops(trace.stacks))
+        may_wait = not trace.stacks or any(
+            _WAITS.search(each.strip().partition("\n")[0]) for each in threads_of(trace.stacks)
+        )
         for call, side in zip(trace.calls, self.matched.sides[trace.rank], strict=True):
             if call.ended is not None or not (call is first if is_on_device(call) else may_wait):
                 continue
@@ -184,11 +186,9 @@ def _matched(traces: Mapping[int, Trace]) -> Matched:
     return found
 
 
-def tops(stacks: str) -> list[str]:
-    """The line of each thread's innermost frame, as `faulthandler` writes stacks."""
-    return [
-        each.strip().partition("\n")[0] for each in stacks.split("(most recent call first):")[1:]
-    ]
+def threads_of(stacks: str) -> list[str]:
+    """The frames of each thread, the innermost first, as `faulthandler` writes stacks."""
+    return stacks.split("(most recent call first):")[1:]
 
 
 def is_on_device(call: Call) -> bool:

@@ -52,21 +52,15 @@ def circle_through(
         for node in ring:
             for step, after in following(node):
                 if after == first:
-                    return _way_back(first, node, step, came)
+                    way = [(node, step)]
+                    while way[-1][0] != first:
+                        way.append(came[way[-1][0]])
+                    return way[::-1]
                 if after not in came:
                     came[after] = node, step
                     beyond.append(after)
         ring = beyond
     return []
-
-
-def _way_back(
-    first: Node, last: Node, step: Step, came: dict[Node, tuple[Node, Step]]
-) -> list[tuple[Node, Step]]:
-    way = [(last, step)]
-    while way[-1][0] != first:
-        way.append(came[way[-1][0]])
-    return way[::-1]
 
 
 def held_threads(waits: list[Standing]) -> dict[int, set[int]]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from commgrid.call_analysis.event import Event
 from commgrid.call_analysis.finding import Finding, lasted
-from commgrid.call_analysis.standing import Standing, Standings, finding
+from commgrid.call_analysis.standing import Standing, Standings, finding, threads_of
 from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever, held_threads
 from commgrid.layout.rank_text import describe_ranks as said
 
@@ -225,7 +225,7 @@ def _present(stacks: str) -> str:
     ... ''')
     '; it is in loader.py:88 load'
     """
-    for thread in reversed(stacks.split("(most recent call first):")[1:]):
+    for thread in reversed(threads_of(stacks)):
         for file, line, name in _FRAME.findall(thread):
             if not _LIBRARY.search(file):
                 return f"; it is in {file.rpartition('/')[2]}:{line} {name}"
