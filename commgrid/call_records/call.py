@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 from commgrid.call_records.operations import TRANSFERS, Alike, alike, described
 
@@ -109,6 +110,11 @@ class Call:
     def is_transfer(self) -> bool:
         """Whether it is between two ranks alone."""
         return self.operation in TRANSFERS
+
+    def recorded(self) -> dict[str, Any]:
+        """The properties that are not the default, which means that nothing was recorded."""
+        held = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {name: value for name, (value, default) in held.items() if value != default}
 
     def said(self) -> str:
         """Operation, dtype and shape: `all_reduce of float32 [2, 3]`."""

@@ -128,11 +128,8 @@ def alike(
 
     Args:
         name: of the operation; of an unknown one, all of these must agree.
-        dtype: of its first tensor.
-        size: bytes that this rank hands in.
-        output: bytes that it gets; None: not recorded.
-        root: of a collective with one.
-        reduction: such as `SUM`.
+        size, output: bytes that this rank hands in, and that it gets; None: not recorded.
+        dtype, root, reduction: as of `Alike`; the dtype of the first tensor.
     """
     if name in TRANSFERS:  # both sides are one message, and each names the other
         return Alike("message", dtype, size, None, "")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from commgrid.call_records.call import Call, Group
 
@@ -61,3 +61,34 @@ class Trace:
     def last(self) -> float:
         """When the last of its calls ended, or was issued or begun if it has not; 0: no call."""
         return max((c.ended or c.issued or c.began for c in self.calls), default=0.0)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As `commgrid trace --json` prints it and its page shows it; times are of the wall clock.
+
+        A call names its communicator by its place in `groups`. Keys with the default of `Call`,
+        which means that nothing was recorded, are left out.
+
+        >>> dp = Group("dp", (0, 2), "1", "gloo")
+        >>> found = Trace(0, (Call(dp, "barrier", turn=3),), entered={dp: 4}).as_dict()
+        >>> found["groups"]
+        [{'key': '1', 'name': 'dp', 'ranks': [0, 2], 'backend': 'gloo', 'entered': 4}]
+        >>> found["calls"]
+        [{'group': 0, 'operation': 'barrier', 'turn': 3}]
+        """
+        groups = list(dict.fromkeys([*self.groups, *(call.group for call in self.calls)]))
+        places = {group: place for place, group in enumerate(groups)}
+        return {
+            "rank": self.rank,
+            "state": self.state,
+            "host": self.host,
+            "job": self.job,
+            "at": self.at,
+            "dropped": self.dropped,
+            "groups": [
+                {"key": group.key, "name": group.name, "ranks": list(group.ranks),
+                 "backend": group.backend, "entered": self.entered.get(group, 0)}
+                for group in groups
+            ],
+            "steps": [list(step) for step in self.steps],
+            "calls": [{**call.recorded(), "group": places[call.group]} for call in self.calls],
+        }  # fmt: skip

@@ -21,7 +21,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -30,7 +29,7 @@ from commgrid.call_records.processes import file_of, write_whole
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.remote import others
-from commgrid.recording.stacks import stacks_since, stacks_size
+from commgrid.recording.stacks import is_last, stacks_since, stacks_size, withdraw
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import world as torch_world
 
@@ -44,7 +43,6 @@ class _Dumping:
     """The thread, which looks once a beat for requests, and for stacks that a signal wrote."""
 
     def __init__(self) -> None:
-        self.grids: set[str] = set()
         self._seen = stacks_size()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commgrid dumps", daemon=True)
@@ -78,23 +76,20 @@ _dumping: list[_Dumping] = []  # one at most
 _lock = threading.Lock()
 
 
-def follow(grid: str) -> Callable[[], None]:
-    """Write dumps while a grid lives; return the function that ends it."""
+def follow() -> None:
+    """Write dumps as long as this process has a grid."""
     with _lock:
         if not _dumping or not _dumping[0].is_alive:
             _dumping[:] = [_Dumping()]
             atexit.unregister(_stop)
             atexit.register(_stop)  # its thread must not be within torch when Python is taken down
-        _dumping[0].grids.add(grid)
 
-    def leave() -> None:
-        with _lock:
-            for each in _dumping:
-                each.grids.discard(grid)
-        if not any(each.grids for each in _dumping):
-            _stop()
 
-    return leave
+def leave(grid: str) -> None:
+    """Withdraw a grid; with the last one end the thread."""
+    if is_last(grid):
+        _stop()
+    withdraw(grid)
 
 
 def _stop() -> None:

@@ -40,7 +40,7 @@ from commgrid.recording.counterpart import (
 from commgrid.recording.counts import Begun
 from commgrid.recording.observed import ObservedGrid
 from commgrid.recording.places import group_of
-from commgrid.recording.stacks import announce, withdraw
+from commgrid.recording.stacks import announce
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, PatientStore
 from commgrid.store.key_wait import connection_of
@@ -433,6 +433,6 @@ def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     ring = records.ring.path if records is not None else None
     identity = f"{grid.identity}"
     announce(identity, grid.rank, torch_world.world_size(), ring)
-    grid.before_destroy(lambda: withdraw(identity))
-    grid.before_destroy(dump.follow(identity))
+    dump.follow()
+    grid.before_destroy(lambda: dump.leave(identity))
     remote.follow()

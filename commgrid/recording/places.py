@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -136,10 +137,6 @@ def group_of(its_group: dist.ProcessGroup) -> Group:
     return Group(called, ranks, f"{name}@{world_key()}", backend)
 
 
-_PROGRAM, _OWN, _OTHER = 1, 2, 3
-_kinds: dict[str, int] = {}  # by file; code objects of two files may be equal
-
-
 def caller() -> str:
     """Return file, line and function of the program's innermost frame; called by listeners.
 
@@ -155,23 +152,20 @@ def _program(frame: FrameType | None) -> list[tuple[CodeType, int]]:
     found, own = list[tuple[CodeType, int]](), list[tuple[CodeType, int]]()
     while frame is not None:
         code = frame.f_code
-        kind = _kinds.get(code.co_filename) or _kind(code.co_filename)
-        if kind == _PROGRAM:
+        if _is_programs(code.co_filename):
             found.append((code, frame.f_lineno))
-        elif kind == _OWN and not own:
+        elif not own and _is_own(code.co_filename):
             own.append((code, frame.f_lineno))
         frame = frame.f_back
     return found or own
 
 
-def _kind(file: str) -> int:
-    kind = _OTHER
-    if is_programs(file):
-        kind = _PROGRAM
-    elif file.startswith(OWN) and file != torch_calls.__file__:
-        kind = _OWN
-    _kinds[file] = kind
-    return kind
+_is_programs = cache(is_programs)
+
+
+@cache
+def _is_own(file: str) -> bool:
+    return file.startswith(OWN) and file != torch_calls.__file__
 
 
 class Stacks:

@@ -96,6 +96,11 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
+def is_last(grid: str) -> bool:
+    """Whether no other grid is announced."""
+    return _own.grids <= {grid}
+
+
 def withdraw(grid: str) -> None:
     """Say that a grid is no more; with the last one nothing is left of this process."""
     _own.grids.discard(grid)

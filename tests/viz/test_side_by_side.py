@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from commgrid.call_records.call import Call, Group
-from commgrid.call_records.contents import as_dict
 from commgrid.call_records.trace import Trace
 from commgrid.cli import main
 from commgrid.viz.side_by_side import side_by_side, steps_table, waited_in_steps
@@ -113,7 +112,7 @@ def test_the_page_of_steps(tmp_path: Path) -> None:
 def test_the_contents_are_all_that_was_recorded() -> None:
     """Read back, they give the calls again."""
     for trace in traces():
-        held = json.loads(json.dumps(as_dict(trace)))
+        held = json.loads(json.dumps(trace.as_dict()))
         groups = [
             Group(g["name"], tuple(g["ranks"]), g["key"], g["backend"]) for g in held["groups"]
         ]

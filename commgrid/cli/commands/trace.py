@@ -11,7 +11,6 @@ from typing import Any
 
 from commgrid.call_analysis import diagnosis
 from commgrid.call_records import files as trace_files
-from commgrid.call_records.contents import as_dict
 from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.timeline import as_events
 from commgrid.call_records.trace import Trace
@@ -118,7 +117,7 @@ def as_dict_of(found: Sequence[Trace]) -> dict[str, Any]:
         "dropped": sum(trace.dropped for trace in found),
         "rows": [asdict(each) for each in summed(found)],
         "steps": waited_in_steps(found),
-        "traces": [as_dict(trace) for trace in found],
+        "traces": [trace.as_dict() for trace in found],
     }
 
 
