@@ -30,12 +30,14 @@ Part = int | str
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """A place in a queue: the queue, its number there, what it holds, how much is not over."""
+    """A place in a queue: the queue, what it holds, how much is not over, the next place."""
 
     queue: Hashable
-    place: int
     sides: list[EventSide] = field(default_factory=list)
     left: int = 0
+    behind: QueueEntry | None = None
+    is_first: bool = True  # as far as was played
+    is_issued: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -76,7 +76,7 @@ def lay_out(programs: Programs, rules: str) -> Laid:
     laid = Laid(programs, {}, list(matched.events.values()))
     for rank, steps in programs.items():
         own = laid.sides[rank] = []
-        lengths: dict[Hashable, int] = {}
+        lasts: dict[Hashable, QueueEntry] = {}
         waits = _waits(steps, rules)
         ahead = iter(matched.sides[rank])
         for at, step in enumerate(steps):
@@ -92,8 +92,10 @@ def lay_out(programs: Programs, rules: str) -> Laid:
                     continue
                 entry = entries.get(queue)
                 if entry is None:
-                    lengths[queue] = lengths.get(queue, -1) + 1
-                    entry = entries[queue] = QueueEntry((rank, queue), lengths[queue])
+                    entry = entries[queue] = QueueEntry((rank, queue))
+                    if queue in lasts:
+                        lasts[queue].behind, entry.is_first = entry, False
+                    lasts[queue] = entry
                 side.entry = entry
                 entry.sides.append(side)
                 entry.left += 1
@@ -142,8 +144,6 @@ def run(laid: Laid) -> list[Event]:
             own_steps.setdefault((rank, thread_of(step)), []).append(at)
     ahead = {thread: iter(own) for thread, own in own_steps.items()}
     stands: dict[tuple[int, int], Thread] = {}  # by rank and step, the thread that waits there
-    heads: dict[Hashable, int] = {}
-    behind: dict[tuple[Hashable, int], QueueEntry] = {}
     pending: dict[tuple[int, int], int] = {}  # of a rank's step that waits: calls not over
     issued: dict[tuple[int, int], list[EventSide]] = {}  # by rank and step
     for rank, own in laid.sides.items():
@@ -169,18 +169,16 @@ def run(laid: Laid) -> list[Event]:
         if entry is None:
             return
         entry.left -= 1
-        if entry.left == 0:
-            heads[entry.queue] = entry.place + 1
-            following = behind.pop((entry.queue, entry.place + 1), None)
-            for other in following.sides if following is not None else ():
+        if entry.left == 0 and entry.behind is not None:
+            entry.behind.is_first = True
+            for other in entry.behind.sides if entry.behind.is_issued else ():
                 begins(other)
 
     def issue(side: EventSide) -> None:
-        entry = side.entry
-        if entry is None or heads.get(entry.queue, 0) == entry.place:
+        if side.entry is not None:
+            side.entry.is_issued = True
+        if side.entry is None or side.entry.is_first:
             begins(side)
-        else:
-            behind[entry.queue, entry.place] = entry
 
     while moving:
         thread = moving.popleft()
