@@ -351,10 +351,12 @@ class OrderCheck:
         sides = [
             ((self._rank,), mine.said(), mine.where), ((link.rank,), theirs.said, theirs.where)
         ]  # fmt: skip
-        found = f"call {turn} of {channel.group.name} is not the same on all ranks: "
-        found += both(sorted(sides))
-        self._post(found)
-        raise GridMismatchError(found)
+        told = both(sorted(sides))
+        error = GridMismatchError(
+            f"call {turn} of {channel.group.name} is not the same on all ranks: {told}"
+        )
+        self._post(f"{error}")
+        raise error
 
     def _read_until(self, is_enough: Callable[[], bool], seconds: float) -> bool:
         """Read messages until something is known; return whether it is."""
@@ -379,9 +381,10 @@ class OrderCheck:
         with suppress(RuntimeError):  # the store has gone; the wait itself will say who else
             if self._store.check([f"{self._base}/failed"]):
                 told = bytes(self._store.get(f"{self._base}/failed")).decode()
+        if told.startswith(_DEADLOCK):
+            raise GridMismatchError(f"deadlock: {told.removeprefix(_DEADLOCK)}")
         if told:
-            is_of_all = told.startswith(_DEADLOCK)
-            raise GridMismatchError(told if is_of_all else f"{told} (found on another rank)")
+            raise GridMismatchError(f"{told} (found on another rank)")
 
     # -- looking at what others do -------------------------------------------------------
 
