@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from commgrid.audit.records import About, Chunks, thin_shape
+from commgrid.audit.records import About, Chunks, slices_of
 
 Axes = tuple[str, ...]
 
@@ -48,7 +48,7 @@ def join(
     apart: dict[tuple[int, int], float] = {}
     for rank, chunks in held.items():
         for offset, part in chunks:
-            place = _slices(offset, part)
+            place = slices_of(offset, part)
             values, theirs = part.double(), owner[place]
             for other in torch.unique(theirs).tolist():
                 if other < 0:
@@ -61,10 +61,6 @@ def join(
             full[place] = torch.where(new, values, full[place])
             owner[place] = torch.where(new, torch.full_like(theirs, rank), theirs)
     return Joined(full, owner >= 0, apart, held)
-
-
-def _slices(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(b, b + n) for b, n in zip(offset, part.shape, strict=True))
 
 
 def relative(value: Tensor, reference: Tensor, floor: float = 0.0) -> float:
@@ -165,8 +161,3 @@ def summed(
             for i, (offset, _) in enumerate(chunks)
         ]
     return found
-
-
-def shape_of(parameters: Mapping[str, tuple[list[int], str, str]], name: str) -> tuple[int, ...]:
-    """Shape of the kept part of a full parameter."""
-    return thin_shape(tuple(parameters[name][0]))

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from commgrid.audit.assemble import GridRanks, Joined, join, ratio, relative, shape_of
+from commgrid.audit.assemble import GridRanks, Joined, join, ratio, relative
 from commgrid.audit.finding import Comparison, Divergence
 from commgrid.audit.forward import ForwardStep
 from commgrid.audit.gradients import Case
 from commgrid.audit.names import ambiguous, lacking
-from commgrid.audit.records import About, Chunks, StepRecord, read_about, read_step, thin_shape
+from commgrid.audit.records import (
+    About,
+    Chunks,
+    Records,
+    StepRecord,
+    read_about,
+    read_step,
+    thin_shape,
+)
 
 TOLERANCES = {"float64": 1e-9, "float32": 1e-4}
 """By the dtype of most weights, relative."""
@@ -82,41 +91,47 @@ def compare(reference: Seen, other: Seen, tolerance: float | None = None) -> Com
         findings += work.step(step)
     notes = [*work.unknown.values(), *(note for each in other.about for note in each.notes)]
     return Comparison(
-        other.grid, step, work.compared, tuple(findings), work.largest,
+        other.grid, step, dict(work.compared), tuple(findings), work.largest,
         tuple(dict.fromkeys(notes)), limit, not work.unknown,
     )  # fmt: skip
 
 
 class _Work:
-    """One grid beside the reference."""
+    """One grid beside the reference, at one step after the other."""
 
     def __init__(self, reference: Seen, other: Seen, tolerance: float) -> None:
         self.reference, self.other, self.tolerance = reference, other, tolerance
-        self.compared: dict[str, int] = {}
+        self.compared: Counter[str] = Counter()
         self.largest = 0.0
-        share = _FLOOR.get(other.dtype, _ROUGH_FLOOR)
-        self._share = share
+        self._share = _FLOOR.get(other.dtype, _ROUGH_FLOOR)
         self._noisy: dict[str, Any] = {}  # elements whose gradients were rounding alone
         self.unknown = ambiguous(reference.about, other.about)
         """Why names are not compared."""
 
+    def _read(self, step: int) -> None:
+        self._step = step
+        self._theirs = read_step(self.reference.folder, step)
+        self._mine = read_step(self.other.folder, step)
+
     def begins(self) -> Iterator[Divergence]:
         """Weights and buffers before the first step."""
-        theirs, mine = read_step(self.reference.folder, 0), read_step(self.other.folder, 0)
-        yield from self._weights(0, theirs, mine, "seed")
-        yield from self._buffers(0, theirs, mine)
+        self._read(0)
+        yield from self._weights()
+        yield from self._buffers()
 
     def step(self, step: int) -> Iterator[Divergence]:
         """Return the findings of one step, the first difference with its likely cause."""
-        theirs, mine = read_step(self.reference.folder, step), read_step(self.other.folder, step)
+        self._read(step)
         losses: list[Divergence] = []
         hard: list[Divergence] = []
         if not self.unknown:  # else nothing says that all weights began alike
-            losses += self._losses(step, theirs, mine)
-            hard += [*losses, *self._gradients(step, theirs, mine)]
-        hard = hard or [*self._weights(step, theirs, mine, "update")]
-        hard = hard or [*self._buffers(step, theirs, mine)]
-        forward = ForwardStep(self.other.grid, step, self.other.ranks, theirs, mine, self.tolerance)
+            losses += self._losses()
+            hard += [*losses, *self._gradients()]
+        hard = hard or [*self._weights()]
+        hard = hard or [*self._buffers()]
+        forward = ForwardStep(
+            self.other.grid, step, self.other.ranks, self._theirs, self._mine, self.tolerance
+        )
         soft = [*forward.drops(has_parted=bool(hard))]
         if hard:
             soft = soft or [*forward.inputs()]
@@ -126,28 +141,39 @@ class _Work:
 
     # -- tensors ------------------------------------------------------------------------
 
-    def _weights(
-        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord], kind: str
-    ) -> Iterator[Divergence]:
-        wanted, found = self._all("weights", theirs, self.reference), self._all("weights", mine)
-        floor = self._share * _usual(wanted.values())
+    def _weights(self) -> Iterator[Divergence]:
+        wanted, found = self._joined("weights")
+        floor = self._share * _usual(each.full for each in wanted.values())
+        kind = "update" if self._step else "seed"
         for name, joined in found.items():
             if name not in wanted:
                 continue
-            self._count("weights")
+            self.compared["weights"] += 1
             region = self.other.parameters[name][1]
             if self._is_of_stages(name, wanted[name]):
                 continue
             if joined.apart:
                 axes = self.other.ranks.axes_between(joined.apart, region)
-                said = f"ranks {_pairs(joined)} have different copies"
-                yield self._finding(step, "weight", name, "copies" if step else kind, axes,
-                                    max(joined.apart.values()), said)  # fmt: skip
+                yield self._finding(
+                    "weight", name, "copies" if self._step else kind, axes,
+                    max(joined.apart.values()), f"ranks {_pairs(joined)} have different copies",
+                )  # fmt: skip
                 continue
             if name in self._noisy:  # an optimizer such as Adam makes whole updates of them
                 joined.full[self._noisy[name]] = wanted[name].full[self._noisy[name]]
-            if not (step and self.unknown):
-                yield from self._full(step, "weight", name, kind, wanted[name], joined, floor)
+            if self._step and self.unknown:
+                continue
+            lacking = int((wanted[name].has & ~joined.has).sum())
+            difference = relative(joined.full, wanted[name].full, floor)
+            if lacking:
+                said = f"{lacking} of {joined.full.numel()} elements are on no rank"
+                yield self._finding("weight", name, "missing", (), 1.0, said)
+            elif difference > self.tolerance:
+                said = f"differs from {self.reference.grid}'s by {difference:.2g}"
+                axes = self.other.ranks.axes(region)
+                yield self._finding("weight", name, kind, axes, difference, said)
+            else:
+                self.largest = max(self.largest, difference)
 
     def _is_of_stages(self, name: str, wanted: Joined) -> bool:
         """Whether stages of the reference may have different parameters of one name."""
@@ -161,46 +187,27 @@ class _Work:
             )
         return "pp" in axes
 
-    def _full(
-        self, step: int, what: str, name: str, kind: str, wanted: Joined, joined: Joined,
-        floor: float,
-    ) -> Iterator[Divergence]:  # fmt: skip
-        lacking = int((wanted.has & ~joined.has).sum())
-        if lacking:
-            said = f"{lacking} of {wanted.full.numel()} elements are on no rank"
-            yield self._finding(step, what, name, "missing", (), 1.0, said)
-            return
-        difference = relative(joined.full, wanted.full, floor)
-        if difference > self.tolerance:
-            said = f"differs from {self.reference.grid}'s by {difference:.2g}"
-            axes = self.other.ranks.axes(self.other.parameters[name][1])
-            yield self._finding(step, what, name, kind, axes, difference, said)
-        else:
-            self.largest = max(self.largest, difference)
-
-    def _gradients(
-        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
-    ) -> Iterator[Divergence]:
-        wanted, found = self._all("after", theirs, self.reference), self._all("after", mine)
-        floor = self._share * _usual(wanted.values())
+    def _gradients(self) -> Iterator[Divergence]:
+        wanted, found = self._joined("after")
+        floor = self._share * _usual(each.full for each in wanted.values())
         factors = {
             name: ratio(joined.full, wanted[name].full, self.tolerance)
             for name, joined in found.items()
             if name in wanted and not joined.apart and float(wanted[name].full.norm()) > floor
         }
         known = sorted(factor for factor in factors.values() if factor is not None)
-        common = _clip_of(known, theirs, mine, max(10 * self.tolerance, 1e-6))
-        arrived = dict.fromkeys(n for each in theirs.values() for n in each.arrived)
+        common = _clip_of(known, self._theirs, self._mine, max(10 * self.tolerance, 1e-6))
+        arrived = dict.fromkeys(n for each in self._theirs.values() for n in each.arrived)
         culprits: list[Divergence] = []
         right: set[str] = set()
         for name in dict.fromkeys((*arrived, *wanted)):
             if name not in wanted or self._is_of_stages(name, wanted[name]):
                 continue
             if name not in found:
-                culprits.append(self._finding(step, "gradient", name, "missing", (), 1.0,
-                                              "no rank's optimizer is given one"))  # fmt: skip
+                said = "no rank's optimizer is given one"
+                culprits.append(self._finding("gradient", name, "missing", (), 1.0, said))
                 continue
-            self._count("gradients")
+            self.compared["gradients"] += 1
             joined = found[name]
             noisy = wanted[name].full.abs() <= floor
             self._noisy[name] = noisy | self._noisy.get(name, noisy)
@@ -209,24 +216,22 @@ class _Work:
                 self.largest = max(self.largest, difference)
                 right.add(name)
                 continue
-            passed = [call for each in mine.values() for call in _between(each, right, name)]
-            culprits.append(
-                self._culprit(step, name, joined, wanted[name], mine, common, floor, passed)
-            )
+            passed = [call for each in self._mine.values() for call in _between(each, right, name)]
+            culprits.append(self._culprit(name, joined, wanted[name], common, floor, passed))
         yield from culprits
         if abs(common - 1) > self.tolerance and not culprits:  # else a clip's, of a wrong norm
-            yield self._all_scaled(step, common, mine)
+            yield self._all_scaled(common)
 
     def _culprit(
-        self, step: int, name: str, joined: Joined, wanted: Joined,
-        mine: Mapping[int, StepRecord], common: float, floor: float, passed: list[list[str]],
+        self, name: str, joined: Joined, wanted: Joined, common: float, floor: float,
+        passed: list[list[str]],
     ) -> Divergence:  # fmt: skip
         region = self.other.parameters[name][1]
-        reduced = {rank: each.reduced.get(name, []) for rank, each in mine.items()}
-        before = {rank: each.before[name] for rank, each in mine.items() if name in each.before}
+        reduced = {rank: each.reduced.get(name, []) for rank, each in self._mine.items()}
+        before = {r: each.before[name] for r, each in self._mine.items() if name in each.before}
         case = Case(
             joined, before, wanted, self.other.ranks, region, self.tolerance, common, floor,
-            reduced, _beside(name, mine), passed,
+            reduced, _beside(name, self._mine), passed,
         )  # fmt: skip
         verdict = case.judge()
         difference = max([relative(joined.full, wanted.full, floor), *joined.apart.values()])
@@ -236,10 +241,10 @@ class _Work:
             own = [call for call in passed if axes & set(call[1].replace(",", "_").split("_"))]
             calls = own or calls
         return self._finding(
-            step, "gradient", name, verdict.kind, verdict.axes, difference, verdict.words, calls
+            "gradient", name, verdict.kind, verdict.axes, difference, verdict.words, calls
         )
 
-    def _all_scaled(self, step: int, common: float, mine: Mapping[int, StepRecord]) -> Divergence:
+    def _all_scaled(self, common: float) -> Divergence:
         """Every gradient by one factor, which may be a group's size."""
         ranks, said = self.other.ranks, f"each is {common:.6g} times {self.reference.grid}'s"
         axes: tuple[str, ...] = ()
@@ -249,50 +254,45 @@ class _Work:
                 axes = each
                 said += f", and {'_'.join(each)} has {size} ranks"
                 break
-        calls = [c for each in mine.values() for seen in each.reduced.values() for c in seen]
+        calls = [c for each in self._mine.values() for seen in each.reduced.values() for c in seen]
         kind = "not averaged" if axes else "scaled"
         return self._finding(
-            step, "gradient", "of every parameter", kind, axes, abs(common - 1), said, calls
+            "gradient", "of every parameter", kind, axes, abs(common - 1), said, calls
         )
 
-    def _buffers(
-        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
-    ) -> Iterator[Divergence]:
-        wanted, found = _buffers_of(theirs), _buffers_of(mine)
+    def _buffers(self) -> Iterator[Divergence]:
+        wanted, found = _by_name("buffers", self._theirs), _by_name("buffers", self._mine)
         for name, held in found.items():
             shape = _whole_shape(held)
             if name not in wanted or shape != _whole_shape(wanted[name]) or self.unknown:
                 continue  # of a layer that keeps a part of it on each rank
-            self._count("buffers")
+            self.compared["buffers"] += 1
             joined = join(held, shape, self.tolerance)
             reference = join(wanted[name], shape, self.tolerance)
             difference = relative(joined.full, reference.full)
             if joined.apart:
                 axes = self.other.ranks.axes_between(joined.apart)
                 worst, said = max(joined.apart.values()), f"ranks {_pairs(joined)} differ"
-                yield self._finding(step, "buffer", name, "copies", axes, worst, said)
+                yield self._finding("buffer", name, "copies", axes, worst, said)
             elif difference > self.tolerance:
                 said = f"differs from {self.reference.grid}'s by {difference:.2g}"
                 axes = self.other.ranks.axes()
-                yield self._finding(step, "buffer", name, "buffer", axes, difference, said)
+                yield self._finding("buffer", name, "buffer", axes, difference, said)
 
     # -- losses -------------------------------------------------------------------------
 
-    def _losses(
-        self, step: int, theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord]
-    ) -> Iterator[Divergence]:
+    def _losses(self) -> Iterator[Divergence]:
         """The sum of the losses; means over parts add up to as many as there are."""
-        wanted, _ = _losses_of(theirs, self.reference.ranks)
-        found, apart = _losses_of(mine, self.other.ranks)
+        wanted, _ = _losses_of(self._theirs, self.reference.ranks)
+        found, apart = _losses_of(self._mine, self.other.ranks)
         if not wanted or not found:
             return
-        self._count("losses")
+        self.compared["losses"] += 1
         for pair, difference in apart.items():
             if difference > self.tolerance:
                 axes = self.other.ranks.axes_between([pair])
-                yield self._finding(step, "loss", "", "copies", axes, difference,
-                                    f"ranks {pair[0]} and {pair[1]} have different losses of the "
-                                    "same data")  # fmt: skip
+                said = f"ranks {pair[0]} and {pair[1]} have different losses of the same data"
+                yield self._finding("loss", "", "copies", axes, difference, said)
                 return
         share = sum(found) / sum(wanted) if sum(wanted) else 1.0
         sizes = {self.other.ranks.size(axes) for axes in self.other.ranks.subsets()}
@@ -300,43 +300,36 @@ class _Work:
         nearest = min(abs(share * b / a - 1) for a in sizes for b in others)
         if nearest > self.tolerance:
             said = f"{sum(found):.12g}, and {sum(wanted):.12g} on {self.reference.grid}"
-            yield self._finding(step, "loss", "", "loss", self.other.ranks.axes(), nearest, said)
+            yield self._finding("loss", "", "loss", self.other.ranks.axes(), nearest, said)
 
     # -- parts --------------------------------------------------------------------------
 
-    def _all(
-        self, key: str, records: Mapping[int, StepRecord], seen: Seen | None = None
-    ) -> dict[str, Joined]:
-        seen = seen or self.other
-        held: dict[str, dict[int, Chunks]] = {}
-        for rank, record in records.items():
-            for name, chunks in getattr(record, key).items():
-                held.setdefault(name, {})[rank] = chunks
-        usual = _usual_of(part for each in held.values() for c in each.values() for _, part in c)
-        floor = self._share * usual
+    def _joined(self, key: str) -> tuple[dict[str, Joined], dict[str, Joined]]:
+        """The full tensors of the reference and of the grid, by name."""
+        return self._of(key, self.reference, self._theirs), self._of(key, self.other, self._mine)
+
+    def _of(self, key: str, seen: Seen, records: Records) -> dict[str, Joined]:
+        held = _by_name(key, records)
+        floor = self._share * _usual(
+            part for each in held.values() for chunks in each.values() for _, part in chunks
+        )
         return {
-            name: join(each, shape_of(seen.parameters, name), self.tolerance, floor)
+            name: join(each, thin_shape(tuple(seen.parameters[name][0])), self.tolerance, floor)
             for name, each in held.items()
             if name not in self.unknown
         }
 
-    def _count(self, what: str) -> None:
-        self.compared[what] = self.compared.get(what, 0) + 1
-
     def _finding(
-        self, step: int, what: str, name: str, kind: str, axes: tuple[str, ...], difference: float,
+        self, what: str, name: str, kind: str, axes: tuple[str, ...], difference: float,
         words: str, calls: Iterable[Sequence[str]] = (),
     ) -> Divergence:  # fmt: skip
         seen = dict.fromkeys((call[0], call[1], call[2]) for call in calls)
         return Divergence(
-            self.other.grid, step, what, name, kind, axes, difference, words, tuple(seen)
+            self.other.grid, self._step, what, name, kind, axes, difference, words, tuple(seen)
         )  # fmt: skip
 
 
-def _clip_of(
-    factors: list[float], theirs: Mapping[int, StepRecord], mine: Mapping[int, StepRecord],
-    tolerance: float,
-) -> float:  # fmt: skip
+def _clip_of(factors: list[float], theirs: Records, mine: Records, tolerance: float) -> float:
     """The factor that clipping by the norm gives to gradients that are right.
 
     It is that of the clips that were seen, if some gradient has it; else 1, if one has that; else
@@ -364,7 +357,7 @@ def _between(record: StepRecord, right: set[str], name: str) -> list[list[str]]:
     return found
 
 
-def _beside(name: str, records: Mapping[int, StepRecord]) -> dict[int, Chunks]:
+def _beside(name: str, records: Records) -> dict[int, Chunks]:
     """Of a rank's i-th expert, the gradients of the i-th experts that others have."""
     alike = re.compile(re.sub(r"(?<=experts\\\.)\d+", r"(\\d+)", re.escape(name)) + "$")
     found: dict[int, Chunks] = {}
@@ -382,11 +375,7 @@ def _beside(name: str, records: Mapping[int, StepRecord]) -> dict[int, Chunks]:
     return found
 
 
-def _usual(joined: Iterable[Joined]) -> float:
-    return _usual_of(each.full for each in joined)
-
-
-def _usual_of(tensors: Iterable[Any]) -> float:
+def _usual(tensors: Iterable[Any]) -> float:
     """The usual size of an element: the root of the mean square of all."""
     squares, count = 0.0, 0
     for each in tensors:
@@ -399,10 +388,11 @@ def _pairs(joined: Joined) -> str:
     return ", ".join(f"{one} and {other}" for one, other in list(joined.apart)[:3])
 
 
-def _buffers_of(records: Mapping[int, StepRecord]) -> dict[str, dict[int, Chunks]]:
+def _by_name(key: str, records: Records) -> dict[str, dict[int, Chunks]]:
+    """Every rank's chunks in one field of the records, by name."""
     found: dict[str, dict[int, Chunks]] = {}
     for rank, record in records.items():
-        for name, chunks in record.buffers.items():
+        for name, chunks in getattr(record, key).items():
             found.setdefault(name, {})[rank] = chunks
     return found
 
@@ -413,7 +403,7 @@ def _whole_shape(held: Mapping[int, Chunks]) -> tuple[int, ...]:
 
 
 def _losses_of(
-    records: Mapping[int, StepRecord], ranks: GridRanks
+    records: Records, ranks: GridRanks
 ) -> tuple[list[float], dict[tuple[int, int], float]]:
     """A loss for each part of the data, and ranks that should have the same and have not."""
     first: dict[tuple[tuple[str, int], ...], tuple[int, float]] = {}

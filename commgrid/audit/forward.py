@@ -8,15 +8,14 @@ only say where a difference begins that losses, gradients or weights have shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
 from commgrid.audit.assemble import Axes, GridRanks
 from commgrid.audit.finding import Divergence
-from commgrid.audit.records import StepRecord
+from commgrid.audit.records import Records
 
-Records = Mapping[int, StepRecord]
 Table = dict[str, list[float]]
 _MODEL_AXES = ("tp", "pp")  # along which ranks are given the same data
 
@@ -71,7 +70,7 @@ class ForwardStep:
 
     def inputs(self) -> Iterator[Divergence]:
         """Inputs of the model that are not the same data."""
-        wanted, found = _total(self.theirs, _inputs), _total(self.mine, _inputs)
+        wanted, found = _total(self.theirs, "inputs"), _total(self.mine, "inputs")
         for name in found:
             if name not in wanted or _distance(found[name], wanted[name]) <= self.tolerance:
                 continue
@@ -91,7 +90,7 @@ class ForwardStep:
 
     def modules(self) -> Iterator[Divergence]:
         """The first module whose output is another one; those after it follow from it."""
-        wanted, found = _total(self.theirs, _modules), _total(self.mine, _modules)
+        wanted, found = _total(self.theirs, "modules"), _total(self.mine, "modules")
         for key, reference in wanted.items():
             if key not in found:
                 continue
@@ -142,19 +141,11 @@ _WORDS = {
 }
 
 
-def _inputs(record: StepRecord) -> Table:
-    return record.inputs
-
-
-def _modules(record: StepRecord) -> Table:
-    return record.modules
-
-
-def _total(records: Records, table: Callable[[StepRecord], Table]) -> Table:
+def _total(records: Records, key: str) -> Table:
     """Over all ranks: calls, elements, sums and squares; of inputs those of the first stage."""
     found: Table = {}
     for record in records.values():
-        for name, row in table(record).items():
+        for name, row in getattr(record, key).items():
             held = found.setdefault(name, [0.0] * 4)
             for i, value in enumerate(row):
                 held[i] += value

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from commgrid.audit.assemble import Axes, GridRanks, Joined, join, ratio, relative, summed
-from commgrid.audit.records import Chunks
+from commgrid.audit.records import Chunks, slices_of
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Case:
         for rank, chunks in self.after.chunks.items():
             mine = join({0: added.get(rank, [])}, self.reference.full.shape, self._loose)
             for offset, part in chunks:
-                place = tuple(slice(b, b + n) for b, n in zip(offset, part.shape, strict=True))
+                place = slices_of(offset, part)
                 if not bool(mine.has[place].all()):
                     return False
                 factor = ratio(part.double(), mine.full[place], self._loose)

@@ -16,7 +16,7 @@ def ambiguous(reference: Sequence[About], other: Sequence[About]) -> dict[str, s
         reference, other: every rank's description of itself.
 
     Example:
-        >>> one = About(parameters={"weight": ([3, 4], "dense", "")}, twice=[""])
+        >>> one = About(parameters={"weight": ([3, 4], "dense")}, twice=[""])
         >>> list(ambiguous([one], [one]))
         ['weight']
     """

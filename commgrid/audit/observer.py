@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from commgrid.audit.parameters import (
 from commgrid.audit.records import (
     About,
     StepRecord,
-    all_done,
+    await_all,
     first_weights,
     mark_done,
     thinned,
@@ -105,7 +104,7 @@ class Observer:
         self._flush()
         mark_done(self.folder, self.about.rank)
         if self.about.rank == 0:
-            self._await_all()
+            await_all(self.folder, self.about.world_size)
 
     def _put(self, owner: Any, name: str, ours: Any) -> None:
         theirs = getattr(owner, name)
@@ -193,7 +192,7 @@ class Observer:
         assert self._beginning is not None
         held = [self._held[id(p)] for p in model.parameters() if id(p) in self._held]
         for each, boxes in first_weights(self._beginning, held):
-            for (_, mine), theirs in boxes:
+            for mine, theirs in boxes:
                 mine.copy_(theirs)
             slot = slot_of(each.parameter)
             if slot is not None and slot.reducer is not None:
@@ -355,7 +354,7 @@ class Observer:
         try:
             for held in audited_parameters(root, names, _grid(), self.about.notes):
                 self._held.setdefault(id(held.parameter), held)
-                self.about.parameters[held.name] = (list(held.shape), held.region, held.partial)
+                self.about.parameters[held.name] = (list(held.shape), held.region)
         except CommGridError as error:  # what its layers say of themselves contradicts itself
             self.about.notes.append(f"{type(root).__name__} is not compared: {error}")
 
@@ -401,14 +400,10 @@ class Observer:
     def _leave(self) -> None:
         """A rank that has come here has finished the step before; all end together."""
         mark_done(self.folder, self.about.rank)
-        self._await_all()
+        await_all(self.folder, self.about.world_size)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-    def _await_all(self) -> None:
-        while not all_done(self.folder, self.about.world_size):
-            time.sleep(0.01)
 
 
 def _tensors(given: Any) -> list[Any]:

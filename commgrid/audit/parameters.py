@@ -39,13 +39,11 @@ class AuditedParameter(HeldBoxes):
         name: in the whole model.
         parameter: this rank's.
         region: whose axes say which ranks have copies.
-        partial: the group over which its gradients are marked as parts of a sum; "": none.
     """
 
     name: str
     parameter: nn.Parameter
     region: str = "dense"
-    partial: str = ""
 
 
 def whole_model(part: nn.Module) -> tuple[nn.Module, str]:
@@ -170,7 +168,4 @@ def _audited(
     elif grid is not None:
         cut = foreign_cut(module, parameter, grid)
     boxes = held_boxes(placement, cut)
-    partial = placement.partial.name if placement.partial is not None else ""
-    if getattr(parameter, "sequence_parallel", False):  # as Megatron-core marks it
-        partial = partial or "tp"
-    return AuditedParameter(boxes.shape, boxes.held, boxes.boxes, name, parameter, region, partial)
+    return AuditedParameter(boxes.shape, boxes.held, boxes.boxes, name, parameter, region)

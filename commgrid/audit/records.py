@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,10 @@ class StepRecord:
     drawn: dict[str, list[int]] = field(default_factory=dict)
 
 
+Records = Mapping[int, StepRecord]
+"""All ranks' records of a step, by rank."""
+
+
 @dataclass
 class About:
     """A rank's description of itself and of the model.
@@ -65,7 +70,7 @@ class About:
         rank, world_size: of the process.
         coordinates: by region and axis, where it is.
         shapes: by region and axis, the grid's sizes.
-        parameters: by name the full shape, the region and whether gradients are marked as partial.
+        parameters: by name the full shape and the region.
         dtype: of most parameters.
         twice: names that two of its modules have.
         notes: what is not compared, and why.
@@ -76,7 +81,7 @@ class About:
     world_size: int = 1
     coordinates: dict[str, dict[str, int]] = field(default_factory=dict)
     shapes: dict[str, dict[str, int]] = field(default_factory=dict)
-    parameters: dict[str, tuple[list[int], str, str]] = field(default_factory=dict)
+    parameters: dict[str, tuple[list[int], str]] = field(default_factory=dict)
     dtype: str = ""
     twice: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -108,6 +113,11 @@ def thin_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Shape of the part that `thinned` keeps of a full tensor."""
     every = -(-torch.Size(shape).numel() // LARGEST)
     return shape if every == 1 or not shape else (-(-shape[0] // every), *shape[1:])
+
+
+def slices_of(offset: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+    """Where a box lies in the full tensor."""
+    return tuple(slice(b, b + n) for b, n in zip(offset, part.shape, strict=True))
 
 
 def write_step(folder: Path, rank: int, step: int, record: StepRecord) -> None:
@@ -155,12 +165,15 @@ def mark_done(folder: Path, rank: int) -> None:
     (folder / f"done_{rank:05}").touch()
 
 
-def all_done(folder: Path, world_size: int) -> bool:
-    """Whether every rank that the launcher has started says so."""
-    return len(list(folder.glob("done_*"))) >= world_size
+def await_all(folder: Path, world_size: int) -> None:
+    """Wait until every rank that the launcher has started is done."""
+    while len(list(folder.glob("done_*"))) < world_size:
+        time.sleep(0.01)
 
 
-def first_weights(folder: Path, wanted: Iterable[Any]) -> Iterator[tuple[Any, list[Any]]]:
+def first_weights(
+    folder: Path, wanted: Iterable[Any]
+) -> Iterator[tuple[Any, list[tuple[Tensor, Tensor]]]]:
     """The weights that another grid began with, where this rank's parameters lie.
 
     Args:
@@ -180,15 +193,5 @@ def first_weights(folder: Path, wanted: Iterable[Any]) -> Iterator[tuple[Any, li
             continue
         full = whole.setdefault(held.name, chunks[0][1].new_zeros(held.shape))
         for offset, part in chunks:
-            full[tuple(slice(b, b + n) for b, n in zip(offset, part.shape, strict=True))] = part
-        own = held.chunks(held.parameter)
-        yield (
-            held,
-            [
-                (
-                    (o, part),
-                    full[tuple(slice(b, b + n) for b, n in zip(o, part.shape, strict=True))],
-                )
-                for o, part in own
-            ],
-        )
+            full[slices_of(offset, part)] = part
+        yield held, [(mine, full[slices_of(o, mine)]) for o, mine in held.chunks(held.parameter)]
