@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,26 +112,18 @@ def audit(
     keep: Path | None = None,
     tell: Callable[[str], object] = lambda _: None,
 ) -> Audit:
-    """Runs a program on several grids, one after the other, and compares what it computes.
+    """Run a script on several grids, and compare what it computes.
 
     Args:
         script: the program, unchanged.
-        grids: the first is what the others are compared with.
         flags: of the program, on every grid.
-        steps: of the optimizer.
-        tolerance: relative, of norms; None: 1e-9 for fp64 weights, 1e-4 for fp32 ones.
-        timeout: seconds for each grid.
-        same_weights: all begin with the weights of the first, as programs need that draw others
-            on other grids.
         keep: a folder for all records; None: they are removed.
-        tell: called with a line for each grid.
+        grids, steps, tolerance, timeout, same_weights, tell: as for `compare_grids`.
 
     Raises:
-        SpecError: there is no such program, or the folder holds something.
+        SpecError: the folder holds something.
         CommGridError: the program failed on a grid.
     """
-    if not script.is_file():
-        raise SpecError(f"{script}: there is no such program")
     if keep is not None:
         try:
             keep.mkdir(parents=True, exist_ok=True)
@@ -141,15 +134,10 @@ def audit(
             ) from error
         if full:
             raise SpecError(f"--keep {keep}: it is not empty; give a new folder")
-    method = "spawn" if torch.cuda.device_count() else "fork"
 
-    def run(grid: AuditedGrid, own: Path, beginning: Path | None) -> None:
-        number = int(own.name.rpartition("_")[2]) + 1
-        tell(f"{number}/{len(grids)} {grid.text}: {grid.world_size} ranks")
-        arguments = (run_script, script, (*flags, *grid.flags))
-        with on_ranks(grid, own, steps, beginning, *arguments, timeout=timeout, method=method) as r:
-            r.wait()
-        for end in r.failures():
+    def ended(grid: AuditedGrid, ranks: Ranks) -> None:
+        ranks.wait()
+        for end in ranks.failures():
             if end.late:
                 raise CommGridError(
                     f"grid {grid.text!r}: {script.name} has not done {steps} steps in "
@@ -162,56 +150,62 @@ def audit(
             )
 
     with tempfile.TemporaryDirectory(prefix="commgrid-audit-") as temporary:
-        folder = (keep or Path(temporary)).absolute()
-        return compare_grids(script.name, grids, run, folder, tolerance, same_weights=same_weights)
+        return compare_grids(
+            script.name, lambda grid: partial(run_script, script, (*flags, *grid.flags)), grids,
+            (keep or Path(temporary)).absolute(), ended, steps=steps, tolerance=tolerance,
+            timeout=timeout, same_weights=same_weights, tell=tell,
+            method="spawn" if torch.cuda.device_count() else "fork",
+        )  # fmt: skip
 
 
 def compare_grids(
     name: str,
+    program: Callable[[AuditedGrid], Callable[[], object]],
     grids: Sequence[AuditedGrid],
-    run: Callable[[AuditedGrid, Path, Path | None], object],
     folder: Path,
-    tolerance: float | None,
+    ended: Callable[[AuditedGrid, Ranks], object],
     *,
+    steps: int,
+    tolerance: float | None,
+    timeout: float,
     same_weights: bool,
+    tell: Callable[[str], object] = lambda _: None,
+    method: str = "fork",
 ) -> Audit:
     """Run a program on grids, one after the other, and compare each with the first.
 
     Args:
         name: of the program.
+        program: what each rank of a grid calls.
         grids: the first is what the others are compared with.
-        run: takes a grid, the folder of its records, and that of a grid whose weights it begins
-            with.
         folder: of all records.
-        tolerance, same_weights: as for `audit`.
+        ended: waits for a grid's ranks, and raises where one has failed.
+        steps: of the optimizer.
+        tolerance: relative, of norms; None: 1e-9 for fp64 weights, 1e-4 for fp32 ones.
+        timeout: seconds for each grid.
+        same_weights: all begin with the weights of the first, as programs need that draw others
+            on other grids.
+        tell: called with a line for each grid.
+        method: how ranks are started, as for `Ranks`.
     """
     found: list[Comparison] = []
     first: Seen | None = None
     for index, grid in enumerate(grids):
+        tell(f"{index + 1}/{len(grids)} {grid.text}: {grid.world_size} ranks")
         own = folder / f"grid_{index}"
         own.mkdir()
-        run(grid, own, first.folder if first is not None and same_weights else None)
+        beginning = first.folder if first is not None and same_weights else None
+        with Ranks(
+            observed, grid.world_size, own, steps, beginning, program(grid),
+            backend=None, launcher="torchrun", environ={VARIABLE: grid.variable}, output=own,
+            timeout=timeout, method=method,
+        ) as ranks:  # fmt: skip
+            ended(grid, ranks)
         seen = Seen(grid.text, own)
         first = first or seen
         found.append(compare(first, seen, tolerance))
     assert first is not None
     return Audit(name, first.dtype, tuple(found))
-
-
-def on_ranks(
-    grid: AuditedGrid, folder: Path, steps: int, beginning: Path | None,
-    function: Callable[..., object], *args: Any, **how: Any,
-) -> Ranks:  # fmt: skip
-    """Ranks that call a function with an observer, as a launcher would start them.
-
-    Args:
-        grid, folder, steps, beginning, function, args: as for `observed`.
-        how: of `Ranks`.
-    """
-    return Ranks(
-        observed, grid.world_size, folder, steps, beginning, function, *args,
-        backend=None, launcher="torchrun", environ={VARIABLE: grid.variable}, output=folder, **how,
-    )  # fmt: skip
 
 
 def observed(

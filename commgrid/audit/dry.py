@@ -21,7 +21,6 @@ from torch.optim import optimizer as torch_optimizers
 
 from commgrid.errors import CommGridError, SpecError
 from commgrid.launching.local_ranks import Ranks
-from commgrid.launching.script import run_script
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.recording import recorder
 from commgrid.torch_compat import fake as torch_fake
@@ -54,52 +53,27 @@ class Dry:
 
 
 def dry(
-    script: Path,
-    grid: AuditedGrid,
-    flags: Sequence[str],
-    folder: Path,
-    *,
-    ranks: Sequence[int] | None = None,
-    timeout: float = 600.0,
-) -> Dry:
-    """Records what ranks issue until they have taken one step or have ended, each by itself.
-
-    Args:
-        script: the program.
-        grid: of the job; its program's flags follow `flags`.
-        flags: of the program.
-        folder: where `rank_00003.ring` of each is left, for `commgrid verify` and `commgrid trace`.
-        ranks: which are recorded; None: all.
-        timeout: seconds for all of them.
-
-    Raises:
-        SpecError: there is no such program, or rank.
-        CommGridError: the program failed on a rank, before its first step was over.
-    """
-    if not script.is_file():
-        raise SpecError(f"{script}: there is no such program")
-
-    def run() -> None:
-        run_script(script, (*flags, *grid.flags))
-
-    return record(run, script.name, grid, folder, ranks=ranks, timeout=timeout)
-
-
-def record(
     run: Callable[[], object],
     name: str,
     grid: AuditedGrid,
     folder: Path,
     *,
-    ranks: Sequence[int] | None,
-    timeout: float,
+    ranks: Sequence[int] | None = None,
+    timeout: float = 600.0,
 ) -> Dry:
-    """As `dry`, of a function.
+    """Record what ranks issue until they have taken one step or have ended, each by itself.
 
     Args:
-        run: what each rank does, in a process of its own.
+        run: the program, which each rank calls in a process of its own.
         name: of it, for messages.
-        grid, folder, ranks, timeout: as there.
+        grid: of the job.
+        folder: where `rank_00003.ring` of each is left, for `commgrid verify` and `commgrid trace`.
+        ranks: which are recorded; None: all.
+        timeout: seconds for all of them.
+
+    Raises:
+        SpecError: there is no such rank, or the folder cannot be made.
+        CommGridError: the program failed on a rank, before its first step was over.
     """
     chosen = list(range(grid.world_size)) if ranks is None else list(ranks)
     if wrong := [rank for rank in chosen if not 0 <= rank < grid.world_size]:

@@ -9,11 +9,12 @@ import itertools
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from commgrid.audit.auditing import compare_grids, on_ranks
-from commgrid.audit.dry import record
+from commgrid.audit.auditing import compare_grids
+from commgrid.audit.dry import dry
 from commgrid.call_analysis.program import crossed_group, from_traces, whole
 from commgrid.call_analysis.rules import RULES
 from commgrid.call_analysis.standing import Standings
@@ -84,14 +85,12 @@ def same_on_grids(
         raise SpecError(f"steps={steps}: expected 1 or more")
     parsed = [_parsed(text) for text in grids]
 
-    def run(grid: AuditedGrid, own: Path, beginning: Path | None) -> None:
-        with on_ranks(grid, own, steps, beginning, train, *args, timeout=timeout) as ranks:
-            ranks.results()
-
     with tempfile.TemporaryDirectory(prefix="commgrid-same-") as folder:
         audit = compare_grids(
-            _name(train), parsed, run, Path(folder), tolerance, same_weights=same_weights
-        )
+            _name(train), lambda _: partial(train, *args), parsed, Path(folder),
+            lambda _, ranks: ranks.results(), steps=steps, tolerance=tolerance, timeout=timeout,
+            same_weights=same_weights,
+        )  # fmt: skip
     if audit.parts:
         raise GridsDiffer(audit.text)
 
@@ -195,10 +194,7 @@ def finishes(
     if backend not in RULES:
         raise SpecError(f"backend={backend!r}: expected one of {', '.join(RULES)}")
     with tempfile.TemporaryDirectory(prefix="commgrid-finishes-") as folder:
-        record(
-            lambda: train(*args), _name(train), made, Path(folder),
-            ranks=ranks, timeout=timeout,
-        )  # fmt: skip
+        dry(partial(train, *args), _name(train), made, Path(folder), ranks=ranks, timeout=timeout)
         traces = trace_files.read(Path(folder))
     crossed = crossed_group(traces)
     if crossed is not None:

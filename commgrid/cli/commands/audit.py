@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace) -> int:
             raise SpecError(f"{flag} {value}: expected above 0")
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise SpecError(f"--tolerance {args.tolerance}: expected between 0 and 1")
+    if not args.script.is_file():
+        raise SpecError(f"{args.script}: there is no such program")
     if args.dry:
         return _dry(args)
     for flag, given in (
@@ -106,10 +109,10 @@ def _dry(args: argparse.Namespace) -> int:
     grid = AuditedGrid.parse(args.grids[0], args.world_size)
     ranks = None if args.ranks is None else as_ranks(args.ranks)
     from commgrid.audit.dry import dry
+    from commgrid.launching.script import run_script
 
-    found = dry(
-        args.script, grid, args.rest, args.output, ranks=ranks, timeout=args.timeout
-    )  # fmt: skip
+    run = partial(run_script, args.script, (*args.rest, *grid.flags))
+    found = dry(run, args.script.name, grid, args.output, ranks=ranks, timeout=args.timeout)
     give(
         args, found.as_dict,
         lambda: f"{found.script} on {found.grid}: {found.ranks:,} of {found.world_size:,} ranks, "
