@@ -11,9 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Attributes = dict[str, tuple[Any, dict[str, Any]]]
-"""By an owner's name, the module or class and its members."""
-
 _OWNERS = (
     "torch", "torch.Tensor", "torch.autograd", "torch.autograd.Function", "torch.nn.Module",
     "torch.nn.functional", "torch.optim.Optimizer", "torch.distributed",
@@ -136,18 +133,8 @@ class Snapshot:
         Call it once all ranks have destroyed their grids: until then the store has keys of theirs.
         A thread that is about to end is given a second.
         """
-        looks = (
-            self._grids_left, self._groups_left, self._threads_left, self._files_left,
-            self._hooks_left, self._patches_left, self._environment_left, self._settings_left,
-            self._keys_left,
-        )  # fmt: skip
-        ignored = kinds_of(leftovers)
-        return [
-            said
-            for kind, look in zip(KINDS, looks, strict=True)
-            if kind not in ignored
-            for said in look()
-        ]
+        looked_for = [kind for kind in KINDS if kind not in kinds_of(leftovers)]
+        return [said for kind in looked_for for said in getattr(self, f"_{kind}_left")()]
 
     def _grids_left(self) -> list[str]:
         known = [grid() for grid in self._grids]
@@ -159,8 +146,11 @@ class Snapshot:
 
     def _groups_left(self) -> list[str]:
         found = {name: group for name, group in _groups().items() if name not in self._groups}
-        of_grids = _groups_of_grids()
-        if any(_is_world(group) for group in found.values()):  # all others end with it
+        registry = _loaded("commgrid.runtime.registry._registry")
+        tables = registry.tables.values() if registry else ()
+        of_grids = {id(group) for table in list(tables) for group in table.values()}
+        own = _loaded("torch.distributed")
+        if any(group is own.GroupMember.WORLD for group in found.values()):  # others end with it
             return [
                 "torch.distributed is still initialized: call commgrid.shutdown() if commgrid "
                 "started it, else torch.distributed.destroy_process_group()"
@@ -225,8 +215,8 @@ class Snapshot:
         # Asked for by the environment, it records until the process ends.
         if traced and os.environ.get("COMMGRID_TRACE", "0") in ("", "0"):
             said.append("commgrid.trace still records: call commgrid.trace.stop()")
-        for owner, (held, before) in self._attributes.items():
-            now = vars(held)
+        for owner, before in self._attributes.items():
+            now = vars(_loaded(owner))
             changed = [name for name in before if now.get(name) is not before[name]]
             removed = [name for name in changed if name not in now]
             patched = [name for name in changed if name in now and not _is_own(now[name], traced)]
@@ -277,13 +267,6 @@ def _grids() -> dict[str, Any]:
     return {name: grid for name, grid in grids.items() if grid.is_alive}
 
 
-def _groups_of_grids() -> set[int]:
-    """Identities of the communicators that live grids have."""
-    registry = _loaded("commgrid.runtime.registry._registry")
-    tables = list(registry.tables.values()) if registry else []
-    return {id(group) for table in tables for group in table.values()}
-
-
 def _recorder() -> Any:
     """The recorder of this process's collectives, or None."""
     current: Callable[[], Any] | None = _loaded("commgrid.recording.recorder.current")
@@ -294,10 +277,6 @@ def _groups() -> dict[str, Any]:
     """torch's process groups, by the names that torch gives them."""
     c10d = _loaded("torch.distributed.distributed_c10d")
     return {name: group for group, name in c10d._world.pg_names.items()} if c10d else {}
-
-
-def _is_world(group: Any) -> bool:
-    return group is _loaded("torch.distributed").GroupMember.WORLD
 
 
 def _called(name: str, group: Any) -> str:
@@ -356,21 +335,17 @@ def _hooks() -> dict[tuple[str, int], Any]:
     return found
 
 
-def _attributes() -> Attributes:
+def _attributes() -> dict[str, dict[str, Any]]:
     """The functions, classes and descriptors of each owner in `_OWNERS`."""
-    found: Attributes = {}
-    for name in _OWNERS:
-        owner = _loaded(name)
-        if owner is not None:
-            found[name] = (
-                owner,
-                {
-                    member: value
-                    for member, value in vars(owner).items()
-                    if callable(value) or hasattr(type(value), "__get__")
-                },
-            )
-    return found
+    return {
+        name: {
+            member: value
+            for member, value in vars(owner).items()
+            if callable(value) or hasattr(type(value), "__get__")
+        }
+        for name in _OWNERS
+        if (owner := _loaded(name)) is not None
+    }
 
 
 _TRACING = ("commgrid.torch_compat.interposer", "commgrid.torch_compat.world")

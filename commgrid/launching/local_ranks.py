@@ -16,7 +16,7 @@ import signal
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
@@ -25,14 +25,7 @@ from types import TracebackType
 from typing import Any
 
 from commgrid.launching.leftovers import kinds_of
-from commgrid.launching.process import (
-    MAY_END,
-    RETURNED,
-    Task,
-    free_port,
-    launcher_variables,
-    run_rank,
-)
+from commgrid.launching.process import FAILED, Task, free_port, launcher_variables, run_rank
 
 TIMEOUT = 240.0
 GRACE = 30.0
@@ -193,8 +186,7 @@ class Ranks:
         running = len(self._processes) - len(self.outcomes)
         for task in waiting[: self._at_once - running]:
             process = self._context.Process(target=run_rank, args=(task,), daemon=False)
-            with forking():
-                process.start()
+            _start(process)
             self._processes[task.rank] = process
 
     def pid(self, rank: int) -> int:
@@ -221,7 +213,7 @@ class Ranks:
         while (living := self.living()) and time.monotonic() < until:
             if not failed and self.failures():
                 failed = True
-                (Path(self._folder.name) / MAY_END).touch()
+                (Path(self._folder.name) / FAILED).touch()
                 until = min(until, time.monotonic() + (0.0 if self._are_programs else GRACE))
             # Briefly: a process that a rank has started keeps the rank's sentinel open.
             wait_for_any([self._processes[rank].sentinel for rank in living], timeout=0.05)
@@ -292,15 +284,17 @@ class Ranks:
         result, stacks = task.path("result"), task.path("stacks")
         output = task.output
         printed = output.read_text(errors="replace") if output and output.exists() else ""
-        kind, value = pickle.loads(result.read_bytes()) if result.exists() else ("", "")
+        returned, value = pickle.loads(result.read_bytes()) if result.exists() else (False, "")
+        said = stacks.read_text() if stacks.exists() else ""
         return Outcome(
             rank,
-            returned=kind == RETURNED,
-            value=value if kind == RETURNED else None,
-            error="" if kind == RETURNED else value,
+            returned=returned,
+            value=value if returned else None,
+            error="" if returned else value,
             exitcode=exitcode,
             late=late,
-            stacks=_without_the_parents_frames(stacks.read_text()) if stacks.exists() else "",
+            # without what its parent was doing when it forked the rank
+            stacks=re.sub(r"(, line \d+ in run_rank\n)(  File .*\n)*", r"\1", said),
             printed=printed,
         )
 
@@ -341,9 +335,8 @@ def run_on_ranks(
         return ranks.results()
 
 
-@contextlib.contextmanager
-def forking() -> Iterator[None]:
-    """Within it, a forked child leaves the parent's objects to the parent.
+def _start(process: BaseProcess) -> None:
+    """Start a process; one that is forked leaves the parent's objects to the parent.
 
     A child that collects a process group which its parent has dropped would wait for that group's
     threads, which a forked process does not have.
@@ -352,11 +345,6 @@ def forking() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: fork beside threads
-            yield
+            process.start()
     finally:
         gc.unfreeze()
-
-
-def _without_the_parents_frames(stacks: str) -> str:
-    """Stacks of a forked rank without what its parent was doing when it forked."""
-    return re.sub(r"(, line \d+ in run_rank\n)(  File .*\n)*", r"\1", stacks)

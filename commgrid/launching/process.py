@@ -22,9 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-RETURNED, RAISED = "returned", "raised"
-MAY_END = "may-end"  # a file: all ranks have returned, or one has failed
-
+FAILED = "failed"  # a file of all ranks: one has failed
 _SIGNAL_AT_PARENTS_DEATH = 1  # PR_SET_PDEATHSIG of <sys/prctl.h>
 
 
@@ -62,6 +60,15 @@ class Task:
         """File of this rank: its "result", or its "stacks"."""
         return Path(self.folder) / f"{self.rank}.{kind}"
 
+    def all_have(self, kind: str, ranks: int) -> bool:
+        """Wait until so many ranks have a file of a kind; False if a rank has failed instead."""
+        folder = Path(self.folder)
+        while len(list(folder.glob(f"*.{kind}"))) < ranks:
+            if (folder / FAILED).exists():
+                return False
+            time.sleep(0.005)  # between two looks at the folder
+        return True
+
 
 def run_rank(task: Task) -> None:
     """Run a task in this process, which must be fresh: forked or spawned for it."""
@@ -78,11 +85,11 @@ def run_rank(task: Task) -> None:
     os.environ.update(task.environ)
     try:
         _start_world(task)
-        result = pickle.dumps((RETURNED, _call(task)))
+        result = pickle.dumps((True, _call(task)))
         failed, code = False, 0
     except BaseException as error:
         failed, told = True, _told(error)
-        result = pickle.dumps((RAISED, told))
+        result = pickle.dumps((False, told))
         code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
         if task.output is not None:
             print(told, file=sys.stderr, end="")
@@ -148,21 +155,11 @@ def _call(task: Task) -> Any:
         sys.modules["commgrid.runtime.registry"].shutdown()  # as at the end of a program
     if task.rank != 0:
         task.path("done").touch()
-    if store is not None and not _all_are_done(task):
+    if store is not None and not task.all_have("done", task.started - 1):
         return value  # another rank has failed, and this one's leftovers follow from that
     if left := before.left([*task.leftovers]):
         raise AssertionError("this rank has left behind:\n" + "\n".join(f"- {one}" for one in left))
     return value
-
-
-def _all_are_done(task: Task) -> bool:
-    """Wait until every rank's function has returned; False if one has failed instead."""
-    may_end = Path(task.folder) / MAY_END
-    while len(list(may_end.parent.glob("*.done"))) < task.started - 1:
-        if may_end.exists():
-            return False
-        time.sleep(0.005)  # between two looks at the folder
-    return True
 
 
 def _told(error: BaseException) -> str:
@@ -182,17 +179,20 @@ def _end_together(task: Task, failed: bool) -> None:
 
     if task.backend is None:
         return
-    may_end = Path(task.folder) / MAY_END
-    if failed or len(list(may_end.parent.glob("*.result"))) == task.started:
-        may_end.touch()
-    if failed or not dist.is_initialized():
-        return
-    while not may_end.exists():
-        time.sleep(0.005)  # between two looks at the file
-    dist.destroy_process_group()
+    if failed:
+        (Path(task.folder) / FAILED).touch()
+    elif dist.is_initialized():
+        task.all_have("result", task.started)
+        dist.destroy_process_group()
 
 
-LAUNCHERS = ("torchrun", "slurm")
+LAUNCHERS = {
+    "torchrun": "RANK={rank} WORLD_SIZE={ranks} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={ranks} "
+    "GROUP_RANK=0 GROUP_WORLD_SIZE=1",
+    "slurm": "SLURM_PROCID={rank} SLURM_NTASKS={ranks} SLURM_STEP_NUM_TASKS={ranks} "
+    "SLURM_STEP_ID=0 SLURM_LOCALID={rank} SLURM_JOB_ID=1 SLURM_JOB_NODELIST=localhost",
+}
+"""Variables that each launcher sets beside the address of the store."""
 
 
 def free_port() -> int:
@@ -219,26 +219,9 @@ def launcher_variables(
     """
     if launcher is None:
         return {}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    if launcher == "torchrun":
-        return {
-            **address,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": str(world_size),
-            "GROUP_RANK": "0",
-            "GROUP_WORLD_SIZE": "1",
-        }
-    if launcher == "slurm":
-        return {
-            **address,
-            "SLURM_PROCID": str(rank),
-            "SLURM_NTASKS": str(world_size),
-            "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NUM_TASKS": str(world_size),
-            "SLURM_LOCALID": str(rank),
-            "SLURM_JOB_ID": "1",
-            "SLURM_JOB_NODELIST": "localhost",
-        }
-    raise ValueError(f"launcher is {launcher!r}; expected one of {', '.join(LAUNCHERS)}, or None")
+    if launcher not in LAUNCHERS:
+        raise ValueError(
+            f"launcher is {launcher!r}; expected one of {', '.join(LAUNCHERS)}, or None"
+        )
+    text = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port} {LAUNCHERS[launcher]}"
+    return dict(word.split("=") for word in text.format(rank=rank, ranks=world_size).split())
