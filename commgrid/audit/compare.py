@@ -197,7 +197,8 @@ class _Work:
         }
         known = sorted(factor for factor in factors.values() if factor is not None)
         common = _clip_of(known, self._theirs, self._mine, max(10 * self.tolerance, 1e-6))
-        arrived = dict.fromkeys(n for each in self._theirs.values() for n in each.arrived)
+        backward = [event for each in self._theirs.values() for event in each.backward]
+        arrived = [name for operation, name, _ in backward if not operation]
         culprits: list[Divergence] = []
         right: set[str] = set()
         for name in dict.fromkeys((*arrived, *wanted)):

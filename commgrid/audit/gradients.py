@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from commgrid.audit.assemble import Axes, GridRanks, Joined, join, ratio, relative, summed
 from commgrid.audit.records import Chunks, slices_of
@@ -14,7 +14,7 @@ class Cause:
     """The likely cause.
 
     Args:
-        kind: one of `findings.KINDS`.
+        kind: one of `finding.KINDS`.
         axes: along which.
         words: in words.
     """
@@ -49,10 +49,10 @@ class Case:
     region: str
     tolerance: float
     common: float
-    floor: float = 0.0
-    reduced: Mapping[int, list[list[str]]] = field(default_factory=dict)
-    beside: Mapping[int, Chunks] = field(default_factory=dict)
-    passed: Sequence[Sequence[str]] = ()
+    floor: float
+    reduced: Mapping[int, list[list[str]]]
+    beside: Mapping[int, Chunks]
+    passed: Sequence[Sequence[str]]
 
     def judge(self) -> Cause:
         """The first explanation that fits."""

@@ -210,7 +210,6 @@ class Observer:
             if self.step > self.steps:
                 return
             if id(parameter) not in self._before:
-                self.record.arrived.append(str(id(parameter)))
                 self._reductions.arrived(str(id(parameter)))
             slot = slot_of(parameter)
             total = _local(gradient, parameter)
@@ -230,16 +229,14 @@ class Observer:
 
     def _seeing_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         def begins(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> Any:
+            given = grad_tensors if isinstance(grad_tensors, list | tuple) else [grad_tensors]
+            is_loss = all(gradient is None for gradient in given)
             for each in [tensors] if isinstance(tensors, Tensor) else tensors:
-                if isinstance(each, Tensor) and each.numel() == 1 and self._is_free(grad_tensors):
+                if is_loss and isinstance(each, Tensor) and each.numel() == 1:
                     self._lose(each)
             return backward(tensors, grad_tensors, *args, **options)
 
         return begins
-
-    @staticmethod
-    def _is_free(given: Any) -> bool:
-        return given is None or (isinstance(given, list | tuple) and all(g is None for g in given))
 
     def _seeing_losses(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def runs(pipeline: Any, *args: Any, **options: Any) -> Any:
@@ -279,20 +276,17 @@ class Observer:
                 if gradient is None or isinstance(gradient, KeptGradient):
                     continue
                 found = known.get(id(tensor)) or self._by_memory(tensor)
-                if found is not None:
-                    self._reduced(*found, gradient)
-
-    def _reduced(
-        self, held: AuditedParameter, start: int, stop: int | None, gradient: Tensor
-    ) -> None:
-        local = _local(gradient, held.parameter)
-        if local is None:
-            return
-        chunks = held.chunks(local, start, stop)
-        self.record.after[held.name] = thinned(chunks, held.shape)
-        slot = slot_of(held.parameter)
-        memory = getattr(held.parameter, "main_grad", local if slot is None else slot.view)
-        self.record.reduced[held.name] = self._reductions.over(memory)
+                if found is None:
+                    continue
+                held, start, stop = found
+                local = _local(gradient, held.parameter)
+                if local is None:
+                    continue
+                chunks = held.chunks(local, start, stop)
+                self.record.after[held.name] = thinned(chunks, held.shape)
+                slot = slot_of(held.parameter)
+                memory = getattr(held.parameter, "main_grad", local if slot is None else slot.view)
+                self.record.reduced[held.name] = self._reductions.over(memory)
 
     def _updated_tensors(self) -> dict[int, tuple[AuditedParameter, int, int | None]]:
         """By id, the tensors that optimizers update: of which parameter, and which elements."""
@@ -309,8 +303,8 @@ class Observer:
                 for piece, tensor, _ in reducer.optimizer.parts():
                     its = self._held.get(id(piece.slot.parameter))
                     if its is not None:
-                        stop = None if piece.is_whole else piece.stop
-                        found[id(tensor)] = its, piece.start if stop is not None else 0, stop
+                        extent = (0, None) if piece.is_whole else (piece.start, piece.stop)
+                        found[id(tensor)] = its, *extent
         return found
 
     def _by_memory(self, tensor: Tensor) -> tuple[AuditedParameter, int, int | None] | None:
@@ -385,7 +379,6 @@ class Observer:
                 held = self._held[key]
                 record.before[held.name] = thinned(held.chunks(total), held.shape)
         names = {str(key): held.name for key, held in self._held.items()}
-        record.arrived = [names[key] for key in record.arrived if key in names]
         record.backward = [
             [what, names.get(told, told), where] for what, told, where in self._reductions.events
         ]

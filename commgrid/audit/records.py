@@ -30,7 +30,6 @@ class StepRecord:
         before: gradients as this rank's backward has found them.
         after: gradients as the optimizer is given them.
         reduced: for each gradient the collectives over its memory: operation, group, place.
-        arrived: names of parameters in the order in which backward has reached them.
         backward: what backward has come to, in order: for a gradient "", its name and "", for a
             collective of a module operation, group and place.
         loss: the sum of all losses.
@@ -47,7 +46,6 @@ class StepRecord:
     before: dict[str, Chunks] = field(default_factory=dict)
     after: dict[str, Chunks] = field(default_factory=dict)
     reduced: dict[str, list[list[str]]] = field(default_factory=dict)
-    arrived: list[str] = field(default_factory=list)
     backward: list[list[str]] = field(default_factory=list)
     loss: float = 0.0
     clip: float = 1.0

@@ -11,7 +11,7 @@ from torch import Tensor
 from commgrid.call_records.operations import TRANSFERS
 from commgrid.recording.places import caller, group_of
 from commgrid.torch_compat import autograd_nodes
-from commgrid.torch_compat.interposer import Arguments
+from commgrid.torch_compat.interposer import Arguments, Listener
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class _Seen:
     memory: tuple[tuple[int, int], ...]
 
 
-class ReductionListener:
+class ReductionListener(Listener):
     """A listener that keeps a step's collectives.
 
     Args:
@@ -53,18 +53,6 @@ class ReductionListener:
     def arrived(self, key: str) -> None:
         """Backward has come to a parameter's gradient."""
         self.events.append(["", key, ""])
-
-    def issued(self, call: object, work: dist.Work | None) -> None:
-        """Nothing is timed."""
-
-    def failed(self, call: object) -> None:
-        """Nothing was reduced."""
-
-    def waits(self, work: dist.Work) -> None:
-        """Nothing is timed."""
-
-    def waited(self, work: dist.Work, failed: bool) -> None:
-        """Nothing is timed."""
 
     def over(self, tensor: Tensor) -> list[list[str]]:
         """The reductions that were handed some of a tensor's memory, in their order."""

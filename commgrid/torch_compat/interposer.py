@@ -88,7 +88,7 @@ DTYPES = {
 
 
 class Listener(Protocol):
-    """Whom calls are told."""
+    """Whom calls are told. A subclass leaves out what it need not know."""
 
     def begins(self, its_group: dist.ProcessGroup, made: Arguments) -> object:
         """A call that is about to be made; what is returned comes back with its end.
@@ -99,20 +99,20 @@ class Listener(Protocol):
 
     def issued(self, call: object, work: dist.Work | None) -> None:
         """The call has returned what can be waited for."""
-        ...
+        return
 
     def failed(self, call: object) -> None:
         """The call was not made, since torch or another listener has raised; this may raise another
         error. `issued` is not called then."""
-        ...
+        return
 
     def waits(self, work: dist.Work) -> None:
         """It is about to be waited for. An error raised here prevents the wait."""
-        ...
+        return
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         """It has been waited for, or the wait has failed."""
-        ...
+        return
 
 
 Value = TypeVar("Value")
