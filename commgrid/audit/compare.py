@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_low
 from typing import Any
@@ -17,7 +16,6 @@ from commgrid.audit.forward import ForwardStep
 from commgrid.audit.gradients import Case
 from commgrid.audit.names import ambiguous, lacking
 from commgrid.audit.records import (
-    About,
     Chunks,
     Records,
     StepRecord,
@@ -33,7 +31,6 @@ _FLOOR = {"float64": 1e-6}  # of an element's usual size: what is smaller is rou
 _ROUGH_FLOOR = 1e-2
 
 
-@dataclass
 class Seen:
     """The records of one grid.
 
@@ -42,26 +39,15 @@ class Seen:
         folder: where.
     """
 
-    grid: str
-    folder: Path
-    about: list[About] = field(init=False)
-    ranks: GridRanks = field(init=False)
-    parameters: dict[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.about = read_about(self.folder)
+    def __init__(self, grid: str, folder: Path) -> None:
+        self.grid, self.folder = grid, folder
+        self.about = read_about(folder)
         self.ranks = GridRanks(self.about)
-        self.parameters = {k: v for each in self.about for k, v in each.parameters.items()}
-
-    @property
-    def steps(self) -> int:
-        """Check that every rank has finished."""
-        return min(each.steps for each in self.about)
-
-    @property
-    def dtype(self) -> str:
-        """Of most weights."""
-        return self.about[0].dtype
+        self.parameters: dict[str, Any] = {}
+        for each in self.about:
+            self.parameters |= each.parameters
+        self.steps = min(each.steps for each in self.about)
+        self.dtype = self.about[0].dtype  # of most weights
 
 
 def compare(reference: Seen, other: Seen, tolerance: float | None = None) -> Comparison:

@@ -79,7 +79,7 @@ class Comparison:
     Args:
         grid: the text that the user gave.
         steps: number of steps compared.
-        parameters, gradients, modules, losses: how many comparisons were made.
+        compared: number of weights, gradients, losses and buffers that were compared.
         findings: the first place at which it parts, and what parts beside it.
         largest: the largest relative difference that counts as equal.
         notes: what was not compared.

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from commgrid.audit.assemble import Axes, GridRanks, Joined, join, ratio, relative, summed
 from commgrid.audit.records import Chunks, slices_of
 
 
-@dataclass(frozen=True)
-class Cause:
-    """The likely cause.
-
-    Args:
-        kind: one of `finding.KINDS`.
-        axes: along which.
-        words: in words.
-    """
+class Cause(NamedTuple):
+    """The likely cause: one of `finding.KINDS`, along which axes, in words."""
 
     kind: str
     axes: Axes

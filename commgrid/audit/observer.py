@@ -22,12 +22,7 @@ from torch.nn import functional
 from torch.nn.modules import module as torch_modules
 from torch.optim import optimizer as torch_optimizers
 
-from commgrid.audit.parameters import (
-    AuditedParameter,
-    audited_parameters,
-    names_of,
-    whole_model,
-)
+from commgrid.audit.parameters import AuditedParameter, audited_parameters, names_of, whole_model
 from commgrid.audit.records import (
     About,
     StepRecord,
@@ -45,6 +40,7 @@ from commgrid.data_parallel.slot import KeptGradient, State, slot_of
 from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError
 from commgrid.pipeline import Pipeline
+from commgrid.resharding.item import local_part
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid, is_initialized
 from commgrid.torch_compat import autograd_nodes
@@ -74,7 +70,7 @@ class Observer:
         self._before: dict[int, Tensor] = {}
         self._stack: list[nn.Module] = []
         self._hooked: set[int] = set()
-        self._updated = self._is_settled = False
+        self._updated = False
         self._reductions = ReductionListener(self._inside)
         self._undo: list[Callable[[], object]] = []
 
@@ -158,7 +154,7 @@ class Observer:
             if before != _random_state() and self.step <= self.steps:
                 number = len(self.record.drawn)
                 key = f"{number} {self._inside()}"
-                self.record.drawn[key] = [before, int(digest(_whole(given)))]
+                self.record.drawn[key] = [before, int(digest(local_part(given)))]
             return found
 
         return draws
@@ -252,7 +248,7 @@ class Observer:
         def clips(*args: Any, **options: Any) -> Tensor:
             norm = function(*args, **options)
             max_norm = options["max_norm"] if "max_norm" in options else args[1]
-            self.record.clip *= float(clip_factor(_whole(norm), float(max_norm)))
+            self.record.clip *= float(clip_factor(local_part(norm), float(max_norm)))
             return norm
 
         return clips
@@ -327,10 +323,9 @@ class Observer:
 
     def _settle(self) -> None:
         """Once, while the grid is there: who this is, and how every parameter lies."""
-        if self._is_settled:
-            return
-        self._is_settled = True
         about, grid = self.about, _grid()
+        if about.coordinates:
+            return
         if dist.is_initialized():
             about.rank, about.world_size = dist.get_rank(), dist.get_world_size()
         if grid is None:
@@ -422,10 +417,6 @@ def _local(gradient: Tensor, parameter: Any) -> Tensor | None:
     return None
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _random_state() -> int:
     """A digest of the states of the generators that dropout draws from."""
     found = int(digest(torch.get_rng_state()))
@@ -436,7 +427,7 @@ def _random_state() -> int:
 
 def _add(table: dict[str, list[float]], key: str, tensor: Tensor) -> None:
     """Add a tensor to the totals of its name: calls, elements, sum, squares."""
-    local = _whole(tensor).double()
+    local = local_part(tensor).double()
     found = table.setdefault(key, [0, 0, 0.0, 0.0])
     found[0] += 1
     found[1] += local.numel()
