@@ -6,7 +6,7 @@ variables for one grid.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -125,18 +125,21 @@ class MegatronState:
                 _check_same(self.grid, expected, name)
         if not missing:
             return None
+        entries = dict.fromkeys(rows[name] for name in missing if name in rows)
+        return self._make("megatron", entries, [name for name in missing if name not in rows])
+
+    def _make(
+        self, name: str, groups: Iterable[GroupEntry], create: Iterable[str] = ()
+    ) -> HyperCommGrid:
+        """Another grid over the same ranks, with rows of a groups table and groups of axes."""
+        grid = self.grid
         spec = replace(
-            expected,
-            create=tuple(name for name in missing if name not in rows),
-            groups=tuple(dict.fromkeys(rows[name] for name in missing if name in rows)),
-            connect="none",
-            share=self.grid.spec.share,
-            ranks=self.grid.spec.ranks,
-        )
-        return HyperCommGrid(
-            spec, name=f"{self.grid.name}/megatron", backend=self.grid.backend,
-            timeout=self.grid.timeout,
+            self._expected, create=tuple(create), groups=tuple(groups), connect="none",
+            share=grid.spec.share, ranks=grid.spec.ranks,
         )  # fmt: skip
+        return HyperCommGrid(
+            spec, name=f"{grid.name}/{name}", backend=grid.backend, timeout=grid.timeout
+        )
 
     def _grid_with(self, name: str) -> HyperCommGrid:
         for grid in self._grids:
@@ -176,18 +179,7 @@ class MegatronState:
         Args:
             rows: of a groups table, made of combinations of axes.
         """
-        spec = replace(
-            self._expected,
-            create=(),
-            groups=tuple(GroupEntry.parse(name, row) for name, row in rows.items()),
-            connect="none",
-            share=self.grid.spec.share,
-            ranks=self.grid.spec.ranks,
-        )
-        made = HyperCommGrid(
-            spec, name=f"{self.grid.name}/more", backend=self.grid.backend,
-            timeout=self.grid.timeout,
-        )  # fmt: skip
+        made = self._make("more", [GroupEntry.parse(name, row) for name, row in rows.items()])
         self._later.append(made)
         self.handed_out = True
         groups = [made.get_group(name) for name in rows]
