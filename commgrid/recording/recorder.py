@@ -147,12 +147,6 @@ class Recorder:
             ended, self._termination = self._termination, None
             ended.close()
 
-    def leave_to_parent(self) -> None:
-        """In a forked process: SIGTERM is not the parent's."""
-        if self._termination is not None:
-            self._termination.unregister()
-            self._termination = None
-
     def end(self, state: int) -> None:
         """Write nothing more than how the process ends."""
         self.ring.end(state)
@@ -408,7 +402,6 @@ def _leave_to_parent() -> None:
     """
     for each in _current:
         each.paused = True
-        each.leave_to_parent()
     _current.clear()
     atexit.unregister(_end_at_exit)
 

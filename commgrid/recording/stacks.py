@@ -8,9 +8,11 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
+from types import FrameType
 
 from commgrid.call_records.processes import (
     QUIET,
@@ -25,6 +27,8 @@ from commgrid.call_records.processes import (
     write_whole,
 )
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+
 
 class Termination:
     """SIGTERM writes where all threads are, and then runs the earlier handler.
@@ -36,8 +40,19 @@ class Termination:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644)
+        self._register()
+        _terminations.append(self)
+
+    def _register(self) -> None:
         self._before = signal.getsignal(signal.SIGTERM)
         faulthandler.register(signal.SIGTERM, file=self._file, all_threads=True, chain=True)
+
+    def run_then(self, handler: Handler) -> None:
+        """Have SIGTERM write stacks, and then run another handler."""
+        # `signal.signal` takes the place of faulthandler's, which does not know of it.
+        faulthandler.unregister(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, handler)
+        self._register()
 
     def close(self) -> None:
         """Have SIGTERM do what it did before."""
@@ -49,9 +64,21 @@ class Termination:
 
     def unregister(self) -> None:
         """Write no stacks at SIGTERM; in a forked process the file is the parent's."""
+        _terminations.remove(self)
         # Else the program has set a handler since, which stays.
         if signal.getsignal(signal.SIGTERM) == self._before:
             faulthandler.unregister(signal.SIGTERM)
+
+
+_terminations: list[Termination] = []  # whose files are open
+
+
+def set_handler(number: int, handler: Handler) -> None:
+    """Set a signal's handler; at SIGTERM stacks are written before it runs."""
+    if number == signal.SIGTERM and _terminations:
+        _terminations[-1].run_then(handler)
+    else:
+        signal.signal(number, handler)
 
 
 class _Own:
@@ -87,7 +114,9 @@ def announce(grid: str, rank: int, world_size: int, records: Path | None) -> Non
 
 
 def _leave_to_parent() -> None:
-    """In a forked process: the handler writes into the parent's file."""
+    """In a forked process: the handlers write into the parent's files."""
+    for each in list(_terminations):
+        each.unregister()
     if _own.stacks >= 0 and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         faulthandler.unregister(signal.SIGUSR1)
     _own.grids, _own.pid, _own.stacks = set(), 0, -1

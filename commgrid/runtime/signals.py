@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from commgrid.recording import recorder
+from commgrid.recording.stacks import set_handler
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 
@@ -65,9 +66,10 @@ def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
     try:
         yield
     finally:
-        signal.set_wakeup_fd(descriptor)
+        # In this order no signal is lost: until its handler is set again, the thread hears of it.
         for number, handler in before.items():
-            signal.signal(number, handler)
+            set_handler(number, handler)
+        signal.set_wakeup_fd(descriptor)
         writer.close()
         thread.join()
         reader.close()

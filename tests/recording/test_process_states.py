@@ -29,17 +29,31 @@ PROGRAM = """
 import signal, sys, time
 import commgrid
 from commgrid.failures import told_when_stopped
-grid = commgrid.initialize()
+if sys.argv[1] != "within":
+    commgrid.initialize()
 def wait():
     print("up", flush=True)
     while True:
         time.sleep(0.05)
 def ends(*_):
-    sys.exit(0)
+    sys.exit(3)
 try:
     if sys.argv[1] == "told":
         with told_when_stopped(lambda name: print(name, flush=True)):
             wait()
+    elif sys.argv[1] in ("left", "failed"):
+        try:
+            with told_when_stopped(lambda name: print(name, flush=True)):
+                if sys.argv[1] == "failed":
+                    raise RuntimeError("Connection closed by peer")
+        except RuntimeError:
+            pass
+        wait()
+    elif sys.argv[1] == "within":
+        signal.signal(signal.SIGTERM, ends)
+        with told_when_stopped(lambda name: print(name, flush=True)):
+            commgrid.initialize()
+        wait()
     elif sys.argv[1] == "saves":
         signal.signal(signal.SIGINT, ends)
         wait()
@@ -82,6 +96,10 @@ def state(tmp_path: Path) -> str:
         ("told", signal.SIGTERM, "stopped"),
         ("told", signal.SIGINT, "stopped"),
         ("told", signal.SIGKILL, "killed"),
+        ("left", signal.SIGTERM, "stopped"),
+        ("failed", signal.SIGTERM, "stopped"),
+        ("failed", signal.SIGINT, "stopped"),
+        ("failed", signal.SIGKILL, "killed"),
         ("saves", signal.SIGINT, "ended"),  # as it would end without a signal
     ],
 )
@@ -95,6 +113,14 @@ def test_a_rank_is_alive_until_it_ends(
         until(lambda: processes.started(process.pid) == "", "the end")
         assert state(tmp_path) == expected
     assert state(tmp_path) == expected
+
+
+def test_a_handler_from_before_a_block_is_run_after_it(tmp_path: Path) -> None:
+    """The block is older than the records, whose handler is taken for that of SIGTERM in it."""
+    with running(tmp_path, "within") as process:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=100) == 3
+    assert state(tmp_path) == "stopped"
 
 
 def test_a_rank_that_goes_on_after_a_signal_is_alive(tmp_path: Path) -> None:
