@@ -23,6 +23,8 @@ def ring_of(trace: Trace, state: int = ring.COPIED, process: tuple[Any, ...] = (
     """
     made = Ring(max(1, sum(1 + len(call.sizes) for call in trace.calls) + len(trace.steps)))
     made.note("rank", trace.rank)
+    if trace.earlier:
+        made.note("earlier", trace.earlier)
     if trace.job:
         made.note("job", trace.job)
     if process or trace.host:
@@ -42,7 +44,8 @@ def ring_of(trace: Trace, state: int = ring.COPIED, process: tuple[Any, ...] = (
     made.calls += trace.dropped
     struct.pack_into("<QQ", made.memory, ring._TOTALS, made.rows, made.calls)
     at = trace.at or 0.0
-    struct.pack_into("<BB6xdQ", made.memory, ring._STATE, state, trace.lost, at, round(at * 1e9))
+    marks = (state, trace.lost, trace.over)
+    struct.pack_into("<BBB5xdQ", made.memory, ring._STATE, *marks, at, round(at * 1e9))
     found = bytearray(Contents(made.memory).packed())
     found[ring._STATE] = state
     return bytes(found)

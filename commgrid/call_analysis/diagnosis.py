@@ -62,15 +62,18 @@ def _stacks(folder: Path, trace: Trace) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
+def diagnose(
+    found: Iterable[Trace], patience: float = PATIENCE, asked: float | None = None
+) -> Diagnosis:
     """Find what is wrong among ranks, the first cause first.
 
     Args:
         found: the record of each rank.
         patience: seconds that a wait may last.
+        asked: seconds in which ranks could have answered; None: their records are in a folder.
     """
     found = list(found)
-    standings = Standings(found)
+    standings = Standings(found, asked)
     missing = standings.missing()
     waits = lasting(standings, patience)
     crossed = crossed_group(found)
@@ -95,6 +98,7 @@ def diagnose(found: Iterable[Trace], patience: float = PATIENCE) -> Diagnosis:
         tuple(sorted(standings.traces)), tuple(first),
         (*more, *consequences(waits, [*first, *more])), missing,
         {rank: tuple(sorted(others)) for rank, others in sorted(waiting.items())},
+        standings.incomplete(), asked,
     )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -76,6 +77,8 @@ class Diagnosis:
         consequences: who waits for them.
         missing: ranks of which there are none.
         waiting: of each rank that waits, for whom.
+        incomplete: ranks of which the records end before calls that others have issued.
+        asked: seconds in which ranks could have answered; None: their records are in a folder.
     """
 
     ranks: tuple[int, ...]
@@ -83,6 +86,8 @@ class Diagnosis:
     consequences: tuple[Finding, ...]
     missing: tuple[int, ...]
     waiting: dict[int, tuple[int, ...]]
+    incomplete: tuple[int, ...] = ()
+    asked: float | None = None
 
     def __bool__(self) -> bool:
         """Whether anything is wrong, or waits for ranks of which there are no records."""
@@ -92,7 +97,7 @@ class Diagnosis:
     def is_open(self) -> bool:
         """Whether nothing is known to be wrong, and records do not tell that all is right."""
         is_known = any(each.severity != "unknown" for each in self.causes)
-        return not is_known and bool(self.missing or self.causes)
+        return not is_known and bool(self.missing or self.incomplete or self.causes)
 
     @property
     def severity(self) -> Severity | None:
@@ -106,6 +111,7 @@ class Diagnosis:
         return {
             "ranks": list(self.ranks),
             "missing": list(self.missing),
+            "incomplete": list(self.incomplete),
             "severity": self.severity,
             "exclude": sorted({rank for each in self.causes for rank in each.exclude}),
             "causes": [each.as_dict() for each in self.causes],
@@ -116,12 +122,10 @@ class Diagnosis:
     def __str__(self) -> str:
         if not self.causes:
             told = f"nothing is wrong that the records of {said(self.ranks)} show"
-            if not self.missing:
-                return told
-            return (
-                f"{told}; not checked: {said(self.missing)} left no record (killed before it was "
-                "written?)"
-            )
+            unknown = [without_record(self.missing, self.asked)] if self.missing else []
+            if self.incomplete:
+                unknown.append(f"the record of {said(self.incomplete)} ends before others' calls")
+            return f"{told}; not checked: {'; '.join(unknown)}" if unknown else told
         lines = [self.causes[0].text]
         lines += [f"also: {each.text}" for each in self.causes[1:_MOST]]
         lines += [f"then: {each.text}" for each in self.consequences[:_MOST]]
@@ -130,6 +134,22 @@ class Diagnosis:
 
 
 _MOST = 8
+
+
+def without_record(ranks: Sequence[int], asked: float | None) -> str:
+    """Ranks that have no record, in words.
+
+    Args:
+        ranks: which.
+        asked: seconds in which they could have answered; None: a folder was read.
+
+    Example:
+        >>> without_record((1, 2), None), without_record((1,), 3.0)
+        ('ranks 1-2 have no record there', 'rank 1 did not answer in 3 s')
+    """
+    if asked is not None:
+        return f"{said(ranks)} did not answer in {asked:g} s"
+    return f"{said(ranks)} {'has' if len(ranks) == 1 else 'have'} no record there"
 
 
 def lasted(seconds: float) -> str:

@@ -78,10 +78,12 @@ class Standings:
 
     Args:
         found: the record of each rank.
+        asked: seconds in which ranks could have answered; None: their records are in a folder.
     """
 
-    def __init__(self, found: Iterable[Trace]) -> None:
+    def __init__(self, found: Iterable[Trace], asked: float | None = None) -> None:
         self.traces = {trace.rank: trace for trace in found}
+        self.asked = asked
         self.now = max((trace.at or 0.0 for trace in self.traces.values()), default=0.0)
         """When the last trace was written, in seconds of the wall clock."""
         self.matched = _matched(self.traces)
@@ -111,7 +113,13 @@ class Standings:
 
     def is_unknown(self, rank: int) -> bool:
         """Whether it is not known what a rank has issued last."""
-        return rank not in self.traces or self.traces[rank].lost
+        return rank not in self.traces or not self.traces[rank].is_whole
+
+    def incomplete(self) -> tuple[int, ...]:
+        """The ranks with a record that ends before calls which others have issued."""
+        ended = {rank for rank, trace in self.traces.items() if not trace.is_whole}
+        events = self.matched.events.values() if ended else ()
+        return tuple(sorted({rank for each in events for rank in self.absent(each)} & ended))
 
     def threads(self, rank: int, group: Group | None = None) -> set[int]:
         """The threads of a rank that issue calls.
@@ -130,7 +138,7 @@ class Standings:
 
     def _of_rank(self, rank: int) -> Iterator[Standing]:
         trace, sides = self.traces[rank], self.matched.sides[rank]
-        if trace.lost:
+        if not trace.is_whole:
             return
         if not trace.knows_waits:
             yield from self._unfinished(trace)

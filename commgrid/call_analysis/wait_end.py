@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from commgrid.call_analysis.event import Event
-from commgrid.call_analysis.finding import Finding, lasted
+from commgrid.call_analysis.finding import Finding, lasted, without_record
 from commgrid.call_analysis.standing import Standing, Standings, finding, threads_of
 from commgrid.call_analysis.wait_cycle import circles, deadlock, for_ever, held_threads
 from commgrid.layout.rank_text import describe_ranks as said
@@ -71,9 +71,8 @@ def is_gone(standings: Standings, rank: int, wait: Standing) -> bool:
 def _was_killed(standings: Standings, rank: int) -> bool:
     """Whether a rank was killed, and not all ranks at once."""
     trace = standings.traces[rank]
-    is_first = (trace.at or 0.0) < standings.now - _NOTED or any(
-        other.state != "killed" for other in standings.traces.values()
-    )
+    is_early = not trace.over and (trace.at or 0.0) < standings.now - _NOTED
+    is_first = is_early or any(other.state != "killed" for other in standings.traces.values())
     return trace.state == "killed" and is_first
 
 
@@ -92,7 +91,7 @@ def deaths(standings: Standings) -> Iterator[Finding]:
             yield Finding(
                 "killed", (rank,), group.name, group.ranks, last.call.operation, last.turn,
                 (last.call.where,), (), trace.at or 0.0, None,
-                f"rank {rank} was killed; {_issued(last)}",
+                f"rank {rank} was killed; {_issued(last, trace.is_whole)}",
             )  # fmt: skip
 
 
@@ -166,16 +165,16 @@ def _absence(
         kind, how = "ended early", f"ended without entering {what}"
     text = f"rank {rank} {how}, for which {wait.waited(others)} at "
     last = standings.last(rank)
-    text += f"{wait.call.where}{_present(trace.stacks)}; {_issued(last)}"
+    text += f"{wait.call.where}{_present(trace.stacks)}; {_issued(last, trace.is_whole)}"
     text += _in_turn(waits, others, rank)
     return finding(kind, (rank,), found, (last.call.where, wait.call.where), text)
 
 
-def _issued(last: Standing) -> str:
+def _issued(last: Standing, is_whole: bool) -> str:
     """A rank's last call, in words."""
     if not last.call.operation:
-        return "it has issued no call"
-    return f"its last call was {last} at {last.call.where}"
+        return "it has issued no call" if is_whole else "no call of it is recorded"
+    return f"its last {'' if is_whole else 'recorded '}call was {last} at {last.call.where}"
 
 
 def _in_turn(waits: list[Standing], others: list[int], rank: int) -> str:
@@ -195,9 +194,11 @@ def _cannot_tell(standings: Standings, waits: list[Standing]) -> Finding:
     others = sorted({each.rank for each in waits})
     open_ = sorted({r for each in waits for r in each.absent if standings.is_unknown(r)})
     gone = [rank for rank in open_ if rank not in standings.traces]
-    lost = [rank for rank in open_ if rank in standings.traces]
-    why = [f"{said(gone)} left no record (killed before it was written?)"] if gone else []
+    lost = [rank for rank in open_ if rank in standings.traces and standings.traces[rank].lost]
+    over = [rank for rank in open_ if rank not in (*gone, *lost)]
+    why = [without_record(gone, standings.asked)] if gone else []
     why += [f"the record of {said(lost)} is not complete (was a disk full?)"] if lost else []
+    why += [f"{said(over)} stopped recording (commgrid.trace.stop)"] if over else []
     text = f"cannot tell: {' and '.join(why)}; {wait.waited(others)} in {wait} at {wait.call.where}"
     return finding("missing rank", tuple(open_), waits, (wait.call.where,), text)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -74,7 +75,7 @@ def read(folder: Path) -> list[Trace]:
         for _, (path, trace) in sorted(found.items())
     ]
     _check_one_job(folder, traces)
-    return traces
+    return _comparable(traces)
 
 
 def _state(path: Path, contents: Contents, trace: Trace, now: float) -> State:
@@ -173,7 +174,21 @@ def parse(rings: Iterable[bytes]) -> list[Trace]:
     """
     held = [Contents(each) for each in rings]
     lengths = _lengths(held)
-    return [_trace(each, lengths) for each in held]
+    return _comparable([_trace(each, lengths) for each in held])
+
+
+def _comparable(traces: list[Trace]) -> list[Trace]:
+    """Leave out the calls of ranks that have begun to record again, and others have not.
+
+    Turns are counted from the beginning of a recording, on communicators that are older too.
+    """
+    counts = Counter(trace.earlier for trace in traces)
+    usual = max(counts, key=lambda each: counts[each], default=0)
+    return [
+        trace if trace.earlier == usual
+        else replace(trace, calls=(), batches={}, entered={}, sent={}, over=True)
+        for trace in traces
+    ]  # fmt: skip
 
 
 def _lengths(held: Iterable[Contents]) -> dict[str, int]:
@@ -250,6 +265,8 @@ def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
         job=str((held.noted("job") or [""])[0]),
         steps=tuple((number, when / 1e9 + offset) for number, when in steps),
         lost=held.lost,
+        over=held.over,
+        earlier=int((held.noted("earlier") or [0])[0]),
     )
 
 

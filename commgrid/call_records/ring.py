@@ -11,7 +11,7 @@ room.
 
 | entry | values |
 |---|---|
-| `rank`, `job`, `process` | of several the last one counts |
+| `rank`, `job`, `process`, `earlier` | of several the last one counts |
 | `group` | name, ranks, key, backend; counts its collectives |
 | `pair` | group, `send` or `recv`, peer, tag; counts its messages |
 | `kind` | operation, dtype, reduction |
@@ -39,9 +39,9 @@ _MAGIC = b"commgrid ring "
 MAGIC = _MAGIC + b"%d\n" % FORMAT
 
 # Magic, capacity, rows, calls, bytes of the table, where rows begin, state, whether calls are
-# missing, two clocks.
-_HEAD = struct.Struct("<16sQQQQQBB6xdQ")
-_TOTALS, _TABLE, _STATE, _LOST, _CLOCKS = 24, 40, 56, 57, 64
+# missing, whether recording has ended before the process, two clocks.
+_HEAD = struct.Struct("<16sQQQQQBBB5xdQ")
+_TOTALS, _TABLE, _STATE, _LOST, _OVER, _CLOCKS = 24, 40, 56, 57, 58, 64
 ALIVE, ENDED, STOPPED, COPIED = range(4)
 """States: the process writes until it ends; it ended well; it was told to stop; this is a copy."""
 
@@ -93,7 +93,9 @@ class Ring:
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_file(path, size)
-        _HEAD.pack_into(self.memory, 0, MAGIC, capacity, 0, 0, 0, self._rows_at, ALIVE, 0, 0.0, 0)
+        _HEAD.pack_into(
+            self.memory, 0, MAGIC, capacity, 0, 0, 0, self._rows_at, ALIVE, 0, 0, 0.0, 0
+        )
         self.touch()
         self.entry("none")  # number 0
 
@@ -144,6 +146,11 @@ class Ring:
         if self.memory[_STATE] == ALIVE:
             self.memory[_STATE] = state
 
+    def over(self) -> None:
+        """Note that the process goes on without a record of its later calls."""
+        self.touch()
+        self.memory[_OVER] = 1
+
     # -- writing ------------------------------------------------------------------------
 
     def entry(self, *values: Any) -> int:
@@ -160,7 +167,7 @@ class Ring:
         return number
 
     def note(self, what: str, *values: Any) -> None:
-        """Write down what holds from now on: `rank`, `job` or `process`, and its value."""
+        """Write down what holds from now on: `rank`, say, and its value."""
         self._wrote((what, *values))
 
     def _wrote(self, values: tuple[Any, ...], most: int | None = None) -> int:
@@ -308,13 +315,14 @@ class Contents:
     def __init__(self, memory: bytes | mmap.mmap) -> None:
         if len(memory) < _TABLE_AT or memory[: len(MAGIC)] != MAGIC:
             raise ValueError("it does not begin as a ring of commgrid's does")
-        _, capacity, total, self.calls, used, rows_at, self.state, lost, self.wall, now = (
+        _, capacity, total, self.calls, used, rows_at, self.state, lost, over, self.wall, now = (
             _HEAD.unpack_from(memory)
         )
         rows = min(total, capacity)
         if rows_at < _TABLE_AT + used or len(memory) < rows_at + rows * _ROW.size:
             raise ValueError("it was cut off")
-        self.lost, self.monotonic, self._total = bool(lost), now, total
+        self.lost, self.over = bool(lost), bool(over)
+        self.monotonic, self._total = now, total
         self._table = bytes(memory[_TABLE_AT : _TABLE_AT + used])
         self._held = bytes(memory[rows_at : rows_at + rows * _ROW.size])
 
@@ -391,7 +399,7 @@ class Contents:
         state = COPIED if self.state == ALIVE else self.state
         head = _HEAD.pack(
             MAGIC, len(kept), self._total, self.calls, len(table), _TABLE_AT + len(table), state,
-            self.lost, self.wall, self.monotonic,
+            self.lost, self.over, self.wall, self.monotonic,
         )  # fmt: skip
         rows = (self._held[at : at + _ROW.size] for at in reversed(kept))
         return head.ljust(_TABLE_AT, b"\0") + table + b"".join(rows)

@@ -38,6 +38,9 @@ class Trace:
         steps: where training steps began: number, and seconds of the wall clock.
         lost: whether calls are missing that could not be written down, as on a full disk; what the
             rank has issued since is not known.
+        over: whether the program has ended the recording (`commgrid.trace.stop`); what the rank has
+            issued since is not known either.
+        earlier: how many recordings this process had ended before.
         stacks: where the threads of the process are, as `faulthandler` writes it; "": not known.
     """
 
@@ -55,7 +58,14 @@ class Trace:
     knows_waits: bool = True
     steps: tuple[tuple[int, float], ...] = ()
     lost: bool = False
+    over: bool = False
+    earlier: int = 0
     stacks: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has the rank's calls up to when it was written."""
+        return not (self.lost or self.over)
 
     @property
     def last(self) -> float:

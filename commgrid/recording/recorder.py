@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import ClassVar
 
 import torch.distributed as dist
 
@@ -52,6 +53,9 @@ class Recorder:
         capacity: how many.
     """
 
+    ended: ClassVar[int] = 0
+    """How many recordings the program has ended."""
+
     def __init__(self, capacity: int = CAPACITY) -> None:
         self.ring = Ring(capacity)
         pid, host, its_boot = os.getpid(), socket.gethostname(), boot()
@@ -59,6 +63,8 @@ class Recorder:
         self.ring.note("process", pid, started(pid), its_boot, space_of_pids(), host, VERSION)
         self.paused = False
         """Whether nothing is recorded until the next grid is made."""
+        if self.ended:
+            self.ring.note("earlier", self.ended)
         self.is_asked, self.holders = False, 0
         """Whether the program records, and how many do: also grids that compare their calls."""
         self.rank = 0
@@ -302,6 +308,7 @@ def _is_of_peers(error: BaseException) -> bool:
 
 
 _current: list[Recorder] = []
+_in_file: list[Recorder] = []  # the one whose ring is a file, also once it has ended
 
 
 def follow(asked: bool, grid: ObservedGrid) -> None:
@@ -322,6 +329,9 @@ def follow(asked: bool, grid: ObservedGrid) -> None:
     torch_calls.listen(recorder)  # it may have rested since the last grid
     recorder.meet(grid)
     if folder is not None:
+        if _in_file and _in_file[0] is not recorder:
+            _in_file[0].end(ENDED)  # whose file is taken
+        _in_file[:] = [recorder]
         try:
             recorder.keep_in(folder.absolute())
         except CommGridError as error:
@@ -345,7 +355,7 @@ def _end_at_exit(recorder: Recorder) -> None:
 
 def end_stopped() -> None:
     """Note that this process ends since it was told to, by Ctrl-C or SIGTERM."""
-    for each in _current:
+    for each in (*_current, *_in_file):
         each.ring.end(STOPPED)
 
 
@@ -363,6 +373,7 @@ def stop() -> Recorder | None:
     if found is not None and found.is_asked:
         found.is_asked = False
         release(found)
+        Recorder.ended += 1
         return found
     return None
 
@@ -382,6 +393,7 @@ def release(found: Recorder) -> None:
     if not found.holders and found in _current:  # else this process was forked meanwhile
         torch_calls.stop(found)
         _current.remove(found)
+        found.ring.over()
 
 
 def rest() -> None:
@@ -403,6 +415,7 @@ def _leave_to_parent() -> None:
     for each in _current:
         each.paused = True
     _current.clear()
+    _in_file.clear()
     atexit.unregister(_end_at_exit)
 
 

@@ -75,7 +75,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
     found = [own.contents(LAST)]
     if torch_world.is_initialized() and torch_world.world_size() > 1:
         found += others(own.rank, timeout)
-    return judge(trace_files.parse(found), patience)
+    return judge(trace_files.parse(found), patience, timeout)
 
 
 def others(rank: int, timeout: float) -> list[bytes]:

@@ -69,14 +69,14 @@ def test_the_command_says_who_and_where(folder: Path, capsys: pytest.CaptureFixt
     assert main(["diagnose", str(folder), "--patience", "60"]) == 3
     assert " ".join(capsys.readouterr().out.split()) == (
         "nothing is wrong that the records of ranks 1, 5, 9, 13 show; not checked: ranks 4, 6-7 "
-        "left no record (killed before it was written?)"
+        "have no record there"
     )
 
 
 @pytest.mark.parametrize(
     ("rest", "text"),
     [
-        (None, "cannot tell: rank 5 left no record (killed before it was written?); ranks 1, 9, "),
+        (None, "cannot tell: rank 5 has no record there; ranks 1, 9, "),
         ({"state": ring.ENDED}, "rank 5 ended without entering dp_cp all_reduce 1"),
         ({"entered": {DP: 2}}, "rank 1 has not come out of dp_cp all_reduce 1"),
     ],
@@ -104,6 +104,34 @@ def test_a_rank_whose_record_is_incomplete_is_not_accused(folder: Path) -> None:
     assert (found.is_open, found.causes[0].kind) == (True, "missing rank")
     assert str(found).startswith("cannot tell: the record of rank 5 is not complete")
     assert main(["diagnose", str(folder)]) == 3
+
+
+@pytest.mark.parametrize("how", [{"over": True}, {"earlier": 1}])
+def test_a_rank_that_ended_its_recording_is_not_accused(folder: Path, how: Any) -> None:
+    """Alone, by `commgrid.trace.stop()`, or to record again, with turns of another beginning."""
+    saved(folder, 5, reduced(0, 1, 2), state=ring.ENDED, **how)
+    found = diagnosis.diagnose(diagnosis.read(folder))
+    assert (found.is_open, found.incomplete, found.causes[0].kind) == (True, (5,), "missing rank")
+    assert str(found).startswith("cannot tell: rank 5 stopped recording (commgrid.trace.stop); ")
+    assert main(["diagnose", str(folder)]) == 3
+
+
+def test_calls_beyond_a_record_are_not_checked(folder: Path) -> None:
+    """Also if no rank waits in them; where all records end at one place, all was checked."""
+    for rank in (1, 9, 13):
+        saved(folder, rank, reduced(0, 1, 2), reduced(1, 3, 4), state=ring.ENDED)
+    for calls, status in (([(0, 1, 2), (1, 3, 4)], 0), ([(0, 1, 2)], 3)):
+        saved(folder, 5, *[reduced(*call) for call in calls], state=ring.ENDED, over=True)
+        found = diagnosis.diagnose(diagnosis.read(folder))
+        assert (found.causes, found.incomplete) == ((), (5,) if status else ())
+    assert found.is_open
+    assert str(found).endswith("; the record of rank 5 ends before others' calls")
+
+
+def test_ranks_that_were_asked_did_not_answer(folder: Path) -> None:
+    (folder / "rank_00005.ring").unlink()
+    found = str(diagnosis.diagnose(diagnosis.read(folder), asked=3.0))
+    assert found.startswith("cannot tell: rank 5 did not answer in 3 s; ranks 1, 9, ")
 
 
 def test_stacks_beside_the_records_say_where_a_rank_is(folder: Path) -> None:

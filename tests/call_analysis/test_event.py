@@ -184,6 +184,8 @@ def test_what_is_not_recorded_is_left_out_of_programs() -> None:
     found = (trace(0, unknown, anyone[1]), trace(1, anyone[0], unknown), trace(2))
     assert status(*found) == (True, 4)
     assert status(trace(0, done(PAIR)), trace(1, lost=True)) == (True, 1)
+    assert status(trace(0, done(PAIR)), trace(1, over=True)) == (True, 1)
+    assert status(trace(0, done(PAIR)), trace(1, done(PAIR), over=True)) == (True, 0)
 
 
 def test_ranks_in_a_deadlock_issue_nothing_more() -> None:

@@ -93,6 +93,7 @@ def test_any_trace_comes_back_from_its_ring() -> None:
     trace = Trace(
         1, calls, 2, (DP, pp), {(pp, 4): 6}, {DP: 3}, {(pp, "recv", 2, 1, 3): 3}, 8.0, "running",
         "a host", "a job", steps=((7, 1.25), (8, 2.75)), lost=True,
+        over=True, earlier=2,
     )  # fmt: skip
     assert trace_files.parse([ring_of(trace)]) == [trace]
     ends = trace_files.parse([Contents(ring_of(trace)).packed(last=1)])[0]

@@ -20,6 +20,7 @@ import commgrid
 from commgrid import CommGridError
 from commgrid.call_records import files as trace_files
 from commgrid.call_records import processes
+from commgrid.cli import main
 from commgrid.failures import named_failures
 from commgrid.recording import recorder
 from commgrid.recording.places import whereabouts
@@ -255,3 +256,28 @@ def steps() -> bytes:
     commgrid.trace.stop()
     commgrid.shutdown()
     return own.contents()
+
+
+def stops(folder: str, who: str) -> None:
+    """Records in files, up to a place in the program that is or is not the same on all ranks."""
+    os.environ["COMMGRID_TRACE"] = folder
+    grid = commgrid.initialize(dp=2)
+    for step in range(6):
+        dist.all_reduce(torch.ones(1), group=grid.get_group("dp"))
+        if step == 2 and (who == "all" or grid.rank == 1):
+            commgrid.trace.stop()
+        if step == 2 and who == "one starts again":
+            commgrid.initialize(name="further", dp=2)  # begins to record
+    dist.barrier()
+    recorder._end_at_exit(recorder._in_file[0])
+    commgrid.trace.stop()
+    commgrid.shutdown()
+
+
+@pytest.mark.parametrize(("who", "status"), [("all", 0), ("one", 3), ("one starts again", 3)])
+def test_a_rank_that_stopped_recording_is_not_accused(
+    tmp_path: Path, who: str, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_on_ranks(stops, 2, str(tmp_path), who, backend=None, launcher="torchrun", check=False)
+    assert main(["verify", str(tmp_path)]) == status, capsys.readouterr().out
+    assert main(["diagnose", str(tmp_path)]) == status, capsys.readouterr().out

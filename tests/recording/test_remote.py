@@ -117,6 +117,28 @@ def test_an_error_by_timeout_says_what_is_wrong() -> None:
         assert "is gone or does not answer" not in each  # a guess
 
 
+def answers_late(rank_of_question: int) -> str:
+    """Rank 1 lives and records, and its thread does not look for questions."""
+    grid = commgrid.initialize(dp=2, trace=True)
+    if grid.rank != rank_of_question:
+        remote.stop()
+    dist.barrier()
+    found = str(commgrid.diagnose(timeout=0.2)) if grid.rank == rank_of_question else ""
+    dist.barrier()
+    commgrid.trace.stop()
+    commgrid.shutdown()
+    return found
+
+
+def test_a_living_rank_that_does_not_answer_in_time_is_not_said_to_be_killed() -> None:
+    """As in the first second of a job."""
+    found = run_on_ranks(answers_late, 2, 0, backend=None, launcher="torchrun")[0]
+    assert found == (
+        "nothing is wrong that the records of rank 0 show; not checked: rank 1 did not answer in "
+        "0.2 s"
+    )
+
+
 def test_without_records_it_says_so() -> None:
     assert recorder.current() is None
     with pytest.raises(CommGridError, match="does not record its calls"):

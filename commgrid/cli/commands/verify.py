@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from commgrid.call_analysis.finding import without_record
 from commgrid.call_analysis.program import from_traces, whole
 from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.verification import Verdict, check
@@ -14,7 +15,6 @@ from commgrid.call_records import files as trace_files
 from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
-from commgrid.layout.rank_text import describe_ranks
 
 _EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py --steps 1
@@ -95,13 +95,13 @@ def _as_text(found: list[Verdict], strict: Verdict) -> str:
 def _not_checked(absent: tuple[int, ...], left_out: int) -> str:
     if absent:
         return (
-            f"\n\nnot checked: {describe_ranks(absent)} left no record (killed before it was "
-            "written?); nor are the calls they take part in"
+            f"\n\nnot checked: {without_record(absent, None)}; nor are the calls they take part in"
         )
     if left_out:
         return (
             f"\n\nnot checked: {left_out:,} calls whose other sides are not known; the job runs or "
-            "was stopped, a rank receives from any source, or a communicator was not recorded"
+            "was stopped, a rank ended its recording or receives from any source, or a "
+            "communicator was not recorded"
         )
     return ""
 
