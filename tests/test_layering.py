@@ -125,8 +125,8 @@ THREADS = (
 """Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""
 STORE = ("store/driver.py", "store/key_wait.py", "store/client.py")
 """Files that carry out operations of a store."""
-COMPARES = "recording/live.py"
-"""`verify="order"`, which asks the store itself."""
+COMPARES = "recording/order_store.py"
+"""The keys of `verify="order"`."""
 GATE = "store/gate.py"
 """A store itself, which passes on what torch asks."""
 

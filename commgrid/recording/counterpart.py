@@ -62,7 +62,7 @@ class Counterpart:
     is_open: bool = False
 
     def differs(self, turn: int) -> bool:
-        """Whether both sides of a call have come, and have not one digest."""
+        """Whether both sides of a call have come, with different digests."""
         mine, theirs = self.mine.get(turn), self.theirs.get(turn, TAKEN_BACK)
         return mine is not None and theirs not in (mine, TAKEN_BACK) and not self.is_open
 
@@ -71,12 +71,16 @@ class Counterpart:
         self.mine[turn] = digest
         old = turn - KEPT
         if old in self.mine:
-            del self.mine[old]
-            self.theirs.pop(old, None), self.issued.pop(old, None)
+            for held in (self.mine, self.theirs, self.issued, self.said, self.words):
+                held.pop(old, None)
+
+    def event(self, turn: int) -> str:
+        """Name of a call, the same on all ranks in it."""
+        return f"{self.way} {turn}"
 
 
 def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch accepts tensors together; the digest of others is even."""
+    """Whether torch accepts tensors together."""
     return len(tensors) < 2 or len({(each.dtype, each.device) for each in tensors}) == 1
 
 
@@ -92,3 +96,13 @@ def way_of(group: Group, operation: str, mine: int, other: int, tag: int) -> int
 def number(text: str) -> int:
     """Eight bytes for a text, an odd number."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") | 1
+
+
+def as_mixed(digest: int) -> int:
+    """Digest of a call with tensors that torch does not accept together, an even number."""
+    return digest - 1
+
+
+def is_mixed(digest: int) -> bool:
+    """Whether a digest is that of a call with tensors that torch does not accept together."""
+    return digest % 2 == 0

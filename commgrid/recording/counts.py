@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 
 class CallCount:
@@ -33,7 +33,8 @@ class ChannelCounts(CallCount):
         self.pairs: dict[tuple[str, int | None, int], CallCount] = {}
 
 
-class Begun(NamedTuple):
+@dataclass(slots=True, eq=False)
+class Begun:
     """A call that is being issued.
 
     Args:
@@ -41,9 +42,11 @@ class Begun(NamedTuple):
         channel: its communicator.
         turns: what it is counted by.
         turn: its number among these.
+        is_refused: whether torch has refused it, so that no rank can wait in it.
     """
 
     row: int
     channel: ChannelCounts
     turns: CallCount
     turn: int
+    is_refused: bool = False

@@ -1,19 +1,19 @@
-"""Compares what the members of each communicator issue, call by call, while they issue it.
+"""Order check: the calls of a communicator's members are compared before they are made.
 
-    dp of ranks 0, 2, 4, 6:  0 ◄─► 2 ◄─► 4 ◄─► 6 ◄─► 0      each tells both neighbours
+    dp of ranks 0, 2, 4, 6:  0 ◄─► 2 ◄─► 4 ◄─► 6 ◄─► 0      digests go to both neighbours
 
-Before a call is made, its digest goes to both neighbours, and theirs, if they have come, are
-compared with it: the later of two ranks finds a difference, and does not make the call. Only then
-do the two send each other words. A wait of more than a moment asks all ranks for their
-records (`commgrid.recording.remote`): ranks that wait for each other are an error on all of them.
+A rank sends the digest of a call to both neighbours before it makes the call, and compares it with
+theirs if these have come. The later of two ranks finds a difference and does not make the call.
+Only then do the two send each other the call in words. A rank that waits for more than a moment
+asks all ranks for their records (`commgrid.recording.remote`); ranks that wait for each other raise
+an error.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -33,12 +33,15 @@ from commgrid.recording.counterpart import (
     TAKEN_BACK,
     Counterpart,
     Words,
+    as_mixed,
+    is_mixed,
     is_plain,
     number,
     way_of,
 )  # fmt: skip
 from commgrid.recording.counts import Begun
 from commgrid.recording.observed import ObservedGrid
+from commgrid.recording.order_store import OrderStore
 from commgrid.recording.places import group_of
 from commgrid.recording.stacks import announce
 from commgrid.rendezvous.timeouts import timeouts
@@ -48,9 +51,7 @@ from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat import world as torch_world
 
 MOMENT = 1.0
-"""Seconds that a wait may last before it looks at what others do."""
-
-_DEADLOCK = "deadlock: "
+"""Seconds that a rank waits before it asks the others for their records."""
 
 
 @dataclass(slots=True, eq=False)
@@ -82,33 +83,36 @@ class OrderCheck:
     """Compares every call on the communicators of a grid before it is made.
 
     Args:
-        grid: of which all ranks make one.
+        grid: the grid; all its ranks have a check.
     """
 
     def __init__(self, grid: ObservedGrid) -> None:
         self._grid, self._records, self._rank = grid, recorder.hold(), grid.rank
-        self._base = f"commgrid/order/{grid.identity}"
-        # A server that is stopped must not hold who ends the grid because of it.
-        self._store = PatientStore(connection_of(torch_world.world_store()))
+        prefix = f"commgrid/order/{grid.identity}"
+        # A stopped server must not block a rank that ends the grid because of it.
+        store = PatientStore(connection_of(torch_world.world_store()))
+        self._at_store = OrderStore(store, prefix, self._rank)
         self._channels: torch_calls.ByIdentity[Channel] = torch_calls.ByIdentity()
         self._links: dict[tuple[int, int], Counterpart] = {}
         self._digests: dict[Alike, int] = {}
-        self._agree: set[tuple[int, int]] = set()  # digests of calls that differ in the unknown
+        # Digests of two calls that differ only in properties that were not recorded.
+        self._agree: set[tuple[int, int]] = set()
         self._pending: torch_calls.ByIdentity[Issued] = torch_calls.ByIdentity()
         self._gone: set[int] = set()
         self._asked: Asked | None = None
         self._lock = threading.RLock()
         self._mail = Mailbox(
-            self._rank, PatientStore(connection_of(self._store)),
-            self._base, torch_world.own_address(), self._heard,
+            self._rank, PatientStore(connection_of(store)),
+            prefix, torch_world.own_address(), self._heard,
         )  # fmt: skip
         torch_calls.listen(self)
         grid.before_destroy(self.close)
 
     def close(self) -> None:
-        """Hears no more."""
+        """End the check."""
         torch_calls.stop(self)
         self._mail.close()
+        self._at_store.close()
         recorder.release(self._records)
         remote.follow()
 
@@ -156,13 +160,13 @@ class OrderCheck:
             for link in links:
                 if not link.is_open and made.operation == "recv":
                     link.is_open = True
-                    self._tell(link, ANY_SOURCE, 0)
+                    self._send_digest(link, ANY_SOURCE, 0)
             return None
-        digest = self._digest(made.alike) - (not is_plain(made.tensors))
+        digest = self._digest(made.alike, is_plain(made.tensors))
         for link in links:
             with self._lock:
                 link.add(begun.turn, digest)
-            self._tell(link, begun.turn, digest)
+            self._send_digest(link, begun.turn, digest)
         if is_transfer:
             self._meet(channel, links[0].rank)
         call = Issued(channel, links, begun, is_transfer)
@@ -178,24 +182,29 @@ class OrderCheck:
             channel.met.add(rank)
             ends = sorted((rank, self._rank))
             pair = self._counterpart(rank, number(f"{channel.group.key} {ends}"))
-            self._tell(pair, 0, 1)
+            self._send_digest(pair, 0, 1)
             self._read_until(lambda: 0 in pair.theirs or rank in self._gone, MOMENT)
 
-    def _digest(self, alike: Alike) -> int:
-        """Eight bytes for what has to be alike, the same in all processes."""
+    def _digest(self, alike: Alike, plain: bool) -> int:
+        """Eight bytes for the properties that must agree, the same in all processes.
+
+        Args:
+            alike: the properties.
+            plain: whether torch accepts the call's tensors together.
+        """
         found = self._digests.get(alike)
         if found is None:
             if len(self._digests) >= KEPT:
                 self._digests.clear()
             found = self._digests[alike] = number(f"{tuple(alike)}")
-        return found
+        return found if plain else as_mixed(found)
 
-    def _tell(self, link: Counterpart, turn: int, digest: int) -> None:
+    def _send_digest(self, link: Counterpart, turn: int, digest: int) -> None:
         try:
             is_there = self._mail.send(link.rank, (link.way, turn, digest))
         except NoMailboxError:
             raise GridMismatchError(
-                f"rank {link.rank} does not compare its calls with others'; give "
+                f"rank {link.rank} runs without verify='order'; pass "
                 "initialize(verify='order') on every rank"
             ) from None
         if not is_there:
@@ -212,49 +221,50 @@ class OrderCheck:
             self._pending[work] = call
 
     def failed(self, call: object) -> None:
-        """Take the call back where its record was; else say what was found, if that ended it."""
+        """Take back a call that torch has refused; raise the error that explains any other."""
         if not isinstance(call, Issued):
             return
-        if call.begun.turns.count > call.begun.turn:
-            self._say_what_was_found()
+        if not call.begun.is_refused:
+            self._raise_posted_error(call)
             return
         for link in call.links:
             link.mine.pop(call.begun.turn, None)
-            self._tell(link, call.begun.turn, TAKEN_BACK)
+            self._send_digest(link, call.begun.turn, TAKEN_BACK)
 
     def waits(self, work: dist.Work) -> None:
         call = self._pending.get(work)
         if call is None:
             return
         channel, links, begun, is_transfer = call
-        link = links[0]
+        link, has_looked = links[0], False
         if "gloo" in channel.group.backend and not is_transfer:
-            self._poll(work)
+            while not self._has_ended(work):
+                self._look(call)
+                has_looked = True
             self._compare_all(call)
-            return
+        else:
+            # gloo closes the connection of a transfer whose wait times out.
+            while not self._read_until(lambda: self._is_settled(link, begun.turn), MOMENT):
+                if work.is_completed():  # with an error, which the wait raises
+                    return
+                self._look(call)
+                has_looked = True
+            self._compare(link, channel, begun.turn)
+        if has_looked:
+            self._at_store.note_ended()
 
-        # gloo closes the connection of a transfer whose wait times out.
-        while not self._read_until(lambda: self._is_settled(link, begun.turn), MOMENT):
-            if work.is_completed():  # with an error, which the wait raises
-                return
-            self._look()
-        self._compare(link, channel, begun.turn)
-
-    def _poll(self, work: dist.Work) -> None:
-        """Wait in parts for a collective: any member may be missing."""
-        while True:
-            try:
-                torch_calls.plain_wait(work, timedelta(seconds=MOMENT))
-                return
-            except RuntimeError as error:
-                if work.is_completed() or "Operation timed out!" not in str(error):
-                    return  # the wait raises it
-            self._look()
+    def _has_ended(self, work: dist.Work) -> bool:
+        """Wait a moment for a collective, whose wait is then the one to raise its error."""
+        try:
+            torch_calls.plain_wait(work, timedelta(seconds=MOMENT))
+        except RuntimeError as error:
+            return work.is_completed() or "Operation timed out!" not in str(error)
+        return True
 
     def waited(self, work: dist.Work, failed: bool) -> None:
         call = self._pending.pop(work)
         if failed and call is not None:
-            self._say_what_was_found()
+            self._raise_posted_error(call)
 
     # -- comparing ----------------------------------------------------------------------
 
@@ -274,7 +284,7 @@ class OrderCheck:
                 digest, is_issued, alike, said, where = told
                 link.words[turn] = Words(digest, is_issued, Alike(*alike), said, where)
         if turn in link.words or self._differs(link, turn):
-            self._say(link, turn)
+            self._send_words(link, turn)
 
     def _differs(self, link: Counterpart, turn: int) -> bool:
         """Whether both sides of a call have come, and are not known to agree."""
@@ -288,7 +298,7 @@ class OrderCheck:
         has_words = words is not None and words.digest == theirs and words.is_issued
         return theirs != TAKEN_BACK and (has_words or not self._differs(link, turn))
 
-    def _say(self, link: Counterpart, turn: int) -> None:
+    def _send_words(self, link: Counterpart, turn: int) -> None:
         """Send words of this rank's call to the other, once before and once after its issue."""
         with self._lock:
             digest = link.mine.get(turn)
@@ -322,19 +332,19 @@ class OrderCheck:
         self, link: Counterpart, channel: Channel, turn: int,
         made: torch_calls.Arguments | None = None,
     ) -> None:  # fmt: skip
-        """Compare a call with the other's, if that has come.
+        """Compare a call with the other rank's, if that has come.
 
         Args:
-            made: the call, if it was not issued yet. torch may refuse it, or what the other has
-                issued, and the program make another one: it is stopped only if its size differs,
-                for which gloo ends the process.
+            made: the arguments of a call that is not issued yet; None: it is issued. torch may
+                still refuse either call, and the program then make another one. So a call is
+                stopped before its issue only if sizes differ, for which gloo ends the process.
 
         Raises:
             GridMismatchError: they differ.
         """
         if not self._differs(link, turn):
             return
-        self._say(link, turn)
+        self._send_words(link, turn)
         self._read_until(
             lambda: self._is_settled(link, turn) or (made is not None and turn in link.words),
             timeouts().answer,
@@ -344,8 +354,10 @@ class OrderCheck:
             return  # it was taken back, or its rank is gone
         kind = difference(mine.alike, theirs.alike)
         if not kind:
-            self._agree.add((link.mine[turn], theirs.digest))
-        is_deadly = kind in ("other shape", "other size") and link.mine[turn] & theirs.digest & 1
+            self._note_agreement(link.mine[turn], theirs.digest)
+        is_deadly = kind in ("other shape", "other size") and not (
+            is_mixed(link.mine[turn]) or is_mixed(theirs.digest)
+        )
         if not kind or (made is not None and not is_deadly):
             return
         sides = [
@@ -355,8 +367,15 @@ class OrderCheck:
         error = GridMismatchError(
             f"call {turn} of {channel.group.name} is not the same on all ranks: {told}"
         )
-        self._post(f"{error}")
+        event = link.event(turn)
+        self._post_error(event, f"{error}")
+        self._at_store.note_raised(event)
         raise error
+
+    def _note_agreement(self, mine: int, theirs: int) -> None:
+        if len(self._agree) >= KEPT:
+            self._agree.clear()
+        self._agree.add((mine, theirs))
 
     def _read_until(self, is_enough: Callable[[], bool], seconds: float) -> bool:
         """Read messages until something is known; return whether it is."""
@@ -368,57 +387,64 @@ class OrderCheck:
             self._mail.read(left, is_enough)
         return True
 
-    def _post(self, text: str) -> None:
-        """Tell the other ranks of an error."""
-        with suppress(RuntimeError):
-            self._store.compare_set(f"{self._base}/failed", "", text)
+    def _post_error(self, event: str, text: str, ranks: Collection[int] = ()) -> None:
+        """Tell the other ranks of an error (`FoundError`)."""
+        self._at_store.post(event, text, ranks)
         if self._grid.watch is not None:  # wakes ranks that wait on a device
             self._grid.watch.post(f"rank {self._rank} has found that {text}")
 
-    def _say_what_was_found(self) -> None:
-        """Raises the error that a rank has found, if one has."""
-        told = ""
-        with suppress(RuntimeError):  # the store has gone; the wait itself will say who else
-            if self._store.check([f"{self._base}/failed"]):
-                told = bytes(self._store.get(f"{self._base}/failed")).decode()
-        if told.startswith(_DEADLOCK):
-            raise GridMismatchError(f"deadlock: {told.removeprefix(_DEADLOCK)}")
-        if told:
-            raise GridMismatchError(f"{told} (found on another rank)")
+    def _raise_posted_error(self, call: Issued) -> None:
+        """Raise the error that a rank has found in a call, or in what this rank waits for in it."""
+        found = self._at_store.error([link.event(call.begun.turn) for link in call.links])
+        if found is not None:
+            self._at_store.note_raised(found.event)
+            raise GridMismatchError(f"{found.text} (found on rank {found.finder})")
 
-    # -- looking at what others do -------------------------------------------------------
+    # -- looking at the other ranks --------------------------------------------------------
 
-    def _look(self) -> None:
-        """After a moment of waiting: what was found, and a search for circles on a thread.
+    def _look(self, call: Issued) -> None:
+        """After a moment of waiting, raise an error that concerns it, and search for deadlocks.
 
         Raises:
-            GridMismatchError: a rank has found a difference or a circle.
+            GridMismatchError: a rank has found a difference or a deadlock.
         """
-        self._say_what_was_found()
+        self._raise_posted_error(call)
         if self._asked is None or self._asked.is_over():
             self._asked = Asked(self._search)
 
     def _search(self) -> None:
-        """Ask all ranks, unless another rank does, and post a circle that stays."""
-        at, before = f"{self._base}/search", b""
-        mine = f"{self._rank} {time.time():.0f}"
-        if self._store.check([at]):
-            before = bytes(self._store.get(at))
-            if time.time() - float(before.split()[1]) < timeouts().lease:
-                return
-        if bytes(self._store.compare_set(at, before.decode(), mine)).decode() != mine:
+        """Ask all ranks, unless another rank does, and post the deadlocks that stay."""
+        if not self._at_store.take_lease():
             return
         try:
-            found = self._circles()
-            if found and found == self._circles():  # no rank has moved
-                self._post(_DEADLOCK + "; ".join(sorted(found)))
+            found = self._deadlocks()
+            # Else ranks have moved meanwhile.
+            again = self._deadlocks() if found else {}
+            for text in found.keys() & again.keys():
+                self._post_error(text, f"deadlock: {text}", again[text])
         finally:
-            self._store.delete_key(at)
+            self._at_store.end_lease()
 
-    def _circles(self) -> set[str]:
-        """Return the circles of ranks that wait for each other, by the records of all."""
+    def _deadlocks(self) -> dict[str, list[int]]:
+        """Return deadlocks by the records of all ranks, each with the ranks that wait for it."""
         found = remote.diagnose(2 * timeouts().beat, patience=MOMENT)
-        return {each.text for each in found.causes if each.is_circle and each.severity == "error"}
+        return {
+            each.text: _behind(each.ranks[0], found.waiting)
+            for each in found.causes if each.is_circle and each.severity == "error"
+        }  # fmt: skip
+
+
+def _behind(rank: int, waiting: Mapping[int, Collection[int]]) -> list[int]:
+    """Return a rank, and the ranks that wait for it directly or by way of others.
+
+    >>> _behind(0, {0: [1], 1: [0], 2: [1], 3: [4]})
+    [0, 1, 2]
+    """
+    found, more = set[int](), {rank}
+    while more:
+        found |= more
+        more = {each for each, others in waiting.items() if found.intersection(others)} - found
+    return sorted(found)
 
 
 def check_argument(verify: str | None) -> None:
@@ -428,7 +454,7 @@ def check_argument(verify: str | None) -> None:
 
 
 def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
-    """Begin to record and to compare a grid's calls, before its ranks say that they are ready."""
+    """Start recording and comparing a grid's calls, before its ranks say that they are ready."""
     if verify == "order" and any(len(each.ranks) > 1 for each in grid.communicators):
         OrderCheck(grid)
     recorder.follow(trace, grid)

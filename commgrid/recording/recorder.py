@@ -250,18 +250,20 @@ class Recorder:
         A call that has failed because of a peer stays, without an end, since peers may wait in it.
         """
         error = sys.exc_info()[1]
-        if not isinstance(call, Begun) or call.row < 0:
+        if not isinstance(call, Begun):
             return
         with self._lock:
             if error is not None and _is_of_peers(error):
                 self.ring.issued(call.row, time.perf_counter_ns())
                 self._stays(call.row)
                 return
+            call.is_refused = True
             self.ring.raised(call.row)
             if call.turns.count == call.turn + 1:
                 call.turns.count = call.turn
                 call.channel.calls -= 1
-                self.ring.count(call.turns.entry, call.turn)
+                if call.row >= 0:
+                    self.ring.count(call.turns.entry, call.turn)
 
     def waits(self, work: dist.Work) -> None:
         call = self._pending.get(work)

@@ -99,6 +99,7 @@ BY_NO_CALL = [
     "…: rank … is gone or has not come to …",
     "…: … did not come to …, to which … have come",
     "a rank is gone or does not answer: …",
+    "deadlock: …",
     "rank … ended without an error, and without this call: …",
     "rank … ended with …: …",
     "grid …: rank … failed: …",

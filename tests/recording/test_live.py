@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import threading
 import time
 from typing import Any
 
@@ -17,11 +19,15 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError
+from commgrid.recording.live import MOMENT
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat import interposer as torch_calls
 from tests.waiting import until
 
 FOREVER = 1000.0
 """Seconds that a collective may take: no test lasts so long, and an error did not wait."""
+LONG = 1.6 * MOMENT
+"""Seconds after which ranks that wait have looked at what others have found."""
 
 
 def two_names(grid: Any, swapped: bool, blocking: bool) -> list[float]:
@@ -142,6 +148,69 @@ def test_every_member_is_told_at_the_first_difference(index: int) -> None:
     for text in run_on_ranks(different, 4, index, backend=None, launcher="torchrun"):
         assert "rank 1" in text
         assert "of mine" in text or f"{DIFFERENT[index].__name__}" in text
+    # Rank 3 is no neighbour of rank 1.
+    assert "of mine" in text or re.search(r" \(found on rank [0-2]\)$", text)
+
+
+def continued() -> list[float]:
+    """Ranks 0 and 1 catch the error of a call of theirs, and all then make correct ones."""
+    grid = commgrid.initialize(tp=2, verify="order", timeout=FOREVER)
+    if grid.get_local_rank("dp") == 0:
+        with pytest.raises(GridMismatchError):
+            dist.all_reduce(torch.ones(2 + grid.rank), group=grid.get_group("tp"))
+    x = torch.ones(1)
+    for late in (0, 3):
+        if grid.rank == late:
+            time.sleep(LONG)
+        dist.all_reduce(x, group=grid.get_group("dp_tp"))
+    ended(grid)
+    return x.tolist()
+
+
+def test_an_error_that_was_caught_is_not_raised_by_later_calls() -> None:
+    assert run_on_ranks(continued, 4, backend=None, launcher="torchrun") == [[16.0]] * 4
+
+
+class Interrupts:
+    """Raises at a rank's first call of float64, while another thread issues one on the group."""
+
+    is_over = False
+
+    def begins(self, group: dist.ProcessGroup, made: Any) -> None:
+        if made.dtype == "float64" and not self.is_over:
+            self.is_over = True
+            thread = threading.Thread(target=dist.all_reduce, args=(torch.ones(2),),
+                                      kwargs={"group": group})  # fmt: skip
+            thread.start()
+            thread.join()
+            raise ValueError("refused")
+
+    def issued(self, *_: Any) -> None: ...
+    def failed(self, *_: Any) -> None: ...
+    def waits(self, *_: Any) -> None: ...
+    def waited(self, *_: Any) -> None: ...
+
+
+def refused_amid_another() -> list[float]:
+    grid = commgrid.initialize(verify="order", timeout=FOREVER)
+    group, x, interrupts = grid.get_group("dp"), torch.ones(2), Interrupts()
+    if grid.rank == 0:
+        torch_calls.listen(interrupts)
+        with pytest.raises(ValueError, match="refused"):
+            dist.all_reduce(x.double(), group=group)
+        torch_calls.stop(interrupts)
+    else:
+        time.sleep(LONG)
+        dist.all_reduce(x, group=group)
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group)
+    commgrid.shutdown()
+    return x.tolist()
+
+
+def test_a_refused_call_is_taken_back_where_another_thread_has_issued_one() -> None:
+    found = run_on_ranks(refused_amid_another, 2, backend=None, launcher="torchrun")
+    assert found == [[2.0, 2.0]] * 2
 
 
 def allowed() -> list[float]:
@@ -196,7 +265,9 @@ def half_asked() -> str:
 @pytest.mark.full
 def test_a_rank_that_does_not_compare_is_named() -> None:
     first, _ = run_on_ranks(half_asked, 2, backend=None, launcher="torchrun")
-    assert first.startswith("rank 1 does not compare its calls with others'; give initialize(")
+    assert first == (
+        "rank 1 runs without verify='order'; pass initialize(verify='order') on every rank"
+    )
 
 
 def restarted() -> int:

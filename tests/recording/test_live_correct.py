@@ -246,11 +246,16 @@ def circle() -> str:
     store = dist.distributed_c10d._get_default_store()
     store.add("ended", 1)
     until(lambda: store.add("ended", 0) == 3, "all have come")
+    if grid.rank == 1:
+        time.sleep(LONG)
+    dist.all_reduce(x, group=grid.get_group("dp"))  # of a program that has caught it
+    store.add("left", 1)
+    until(lambda: store.add("left", 0) == 3, "all have come again")
     grid.abort()
     return text
 
 
-def test_ranks_that_wait_in_a_circle_are_told_on_each() -> None:
+def test_ranks_that_wait_in_a_circle_are_told_on_each_once() -> None:
     for text in run_on_ranks(circle, 3, backend=None, launcher="torchrun", timeout=60):
         assert text.startswith("deadlock: ranks 0-2 wait for each other: "), text
         for rank, name in enumerate("abc"):
