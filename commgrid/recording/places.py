@@ -1,7 +1,6 @@
-"""Places in programs: where an error comes from, and the groups and lines of recorded calls.
+"""Places in programs: operation, group and line of an error or of a recorded call.
 
-An error's traceback says its operation, group and line, so that they cost nothing while all goes
-well:
+Those of an error are read from its traceback, so a call that succeeds costs nothing:
 
     train.py:31 in step            where the program called          ◄─┐
     collectives/plain.py           all_reduce(…, members)              │  outermost to innermost
@@ -28,10 +27,10 @@ from commgrid.torch_compat import interposer as torch_calls
 from commgrid.torch_compat.groups import backend_of
 from commgrid.torch_compat.world import world_key
 
-_GROUPS = ("group", "members", "process_group", "pg")  # what the argument is called
-_WAITED_FOR = "its_group"  # the argument of functions that only wait, whose names say nothing
+_GROUPS = ("group", "members", "process_group", "pg")  # names of arguments
+_WAITED_FOR = "its_group"  # name of the argument of functions that only wait
 _MOST_PLACES = 16  # of a stack, the innermost ones
-_MOST_STACKS = 10_000  # that are known at a time
+_MOST_STACKS = 10_000
 _PASSES_ON = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 """Flags of a function with the arguments of any other, such as a decorator's wrapper."""
 
@@ -41,10 +40,10 @@ class Whereabouts:
     """The call in which a rank was.
 
     Args:
-        operation: such as `all_reduce`; the function of commgrid's or torch's that it called, if
-            the operation is not known; "": none of theirs.
+        operation: such as `all_reduce`; if it is not known, the function of commgrid or torch that
+            was called; "": not known.
         group: the names of its communicator; "": not known.
-        ranks: who is in it.
+        ranks: the communicator's ranks.
         line: where the program called: `train.py:31 in step`; "": not known.
     """
 
@@ -54,10 +53,12 @@ class Whereabouts:
     line: str = ""
 
     def __str__(self) -> str:
-        on = f" on group {self.group!r}" if self.group else ""
-        if not self.operation:
-            return f"at {self.line}"
-        return f"in {self.operation}{on}" + (f" ({self.line})" if self.line else "")
+        known = [f"in {self.operation}"] if self.operation else []
+        if self.group:
+            known.append(f"on group {self.group!r}")
+        if self.line:
+            known.append(f"({self.line})" if known else f"at {self.line}")
+        return " ".join(known) or "at an unknown place"
 
 
 def whereabouts(error: BaseException) -> Whereabouts | None:
@@ -80,12 +81,8 @@ def whereabouts(error: BaseException) -> Whereabouts | None:
             on = called, group
     if on is None:
         return Whereabouts(called, line=line) if called or line else None
-    operation, group = on
-    ranks: tuple[int, ...] = ()
-    with suppress(RuntimeError, ValueError, KeyError):  # it was destroyed meanwhile
-        ranks = tuple(dist.get_process_group_ranks(group))
-    names = ", ".join((group.group_desc or group.group_name).split(","))
-    return Whereabouts(operation.lstrip("_"), names, ranks, line)
+    operation, held = on[0], group_of(on[1])
+    return Whereabouts(operation.lstrip("_"), held.name.replace(",", ", "), held.ranks, line)
 
 
 def _outer_line(error: BaseException) -> str:
@@ -101,10 +98,10 @@ def _line(code: CodeType, number: int) -> str:
 
 
 def _passes_on(code: CodeType) -> bool:
-    """Whether a function passes on its arguments, so that the call that is meant is a later one.
+    """Whether a function only passes its arguments on, so that the call is made further inside.
 
-    So do torch's decorators (`no_grad`, the hooks of an optimizer's step), and calls of modules and
-    autograd functions.
+    Examples are torch's decorators (`no_grad`, the hooks of an optimizer's step), and calls of
+    modules and autograd functions.
     """
     return code.co_flags & _PASSES_ON == _PASSES_ON
 
@@ -119,9 +116,10 @@ def _group_of(frame: FrameType, names: Sequence[str] = _GROUPS) -> dist.ProcessG
 
 
 def group_of(its_group: dist.ProcessGroup) -> Group:
-    """A communicator as records know it: commgrid's names for its own, torch's for others.
+    """Return a communicator as records have it: with commgrid's names for its own, else torch's.
 
-    The key has torch's name, which all members know, and the world, as another may have it too.
+    The key has torch's name, which is the same on all members, and the world, since another world
+    may have a group of that name.
     """
     name = described = backend = ""
     ranks: tuple[int, ...] = ()

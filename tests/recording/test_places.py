@@ -15,7 +15,7 @@ from typing_extensions import deprecated
 import commgrid
 from commgrid.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
-from commgrid.recording.places import whereabouts
+from commgrid.recording.places import Whereabouts, whereabouts
 from commgrid.tensor_parallel import ColumnParallelLinear
 from tests.killing import KILLED, kill_me, run_killable
 
@@ -89,6 +89,37 @@ def test_a_module_is_named_by_its_forward() -> None:
 
 def test_a_call_of_nothing_but_wrappers_has_its_line() -> None:
     assert place(lambda: torch.no_grad()(DISABLE(torch.cat))([])).startswith("at ")
+
+
+@pytest.mark.parametrize("described", [None, "", "mine"])
+def test_a_group_of_torchs_has_one_name_in_errors_and_records(
+    where: Any, described: str | None
+) -> None:
+    group = dist.new_group([0], group_desc=described)
+    said = place(lambda: dist.broadcast(ONE, 7, group=group))
+    dist.broadcast(ONE, 0, group=group)
+    name = commgrid.trace.recorded().calls[-1].group.name
+    assert name == (described or group.group_name)
+    assert f" on group {name!r} " in said
+
+
+@pytest.mark.parametrize(
+    ("known", "said"),
+    [
+        (
+            {"operation": "f", "group": "dp", "line": "a.py:1 in g"},
+            "in f on group 'dp' (a.py:1 in g)",
+        ),
+        ({"operation": "f", "group": "dp"}, "in f on group 'dp'"),
+        ({"operation": "f", "line": "a.py:1 in g"}, "in f (a.py:1 in g)"),
+        ({"operation": "", "group": "dp"}, "on group 'dp'"),
+        ({"operation": "", "group": "dp", "line": "a.py:1 in g"}, "on group 'dp' (a.py:1 in g)"),
+        ({"operation": "", "line": "a.py:1 in g"}, "at a.py:1 in g"),
+        ({"operation": ""}, "at an unknown place"),
+    ],
+)
+def test_whereabouts_say_what_is_known(known: dict[str, str], said: str) -> None:
+    assert str(Whereabouts(**known)) == said  # type: ignore[arg-type]
 
 
 def broadcast(x: torch.Tensor) -> torch.Tensor:
