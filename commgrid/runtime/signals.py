@@ -1,4 +1,4 @@
-"""How a job ends at Ctrl-C or SIGTERM: all ranks at once, with one line from one of them.
+"""Signal handler: end a rank on Ctrl-C or SIGTERM.
 
 launcher ── SIGTERM ──► every rank's thread ──► tells (one rank prints) ──► exit code 143
 """
@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -20,15 +21,14 @@ STOPS = (signal.SIGINT, signal.SIGTERM)
 
 @contextmanager
 def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
-    """Within it Ctrl-C and SIGTERM end this process after `tell` was told which it was.
+    """Inside the block, SIGINT and SIGTERM call `tell(name)` and exit with 128 + the signal number.
 
-    A thread sees to it: Python's own handlers wait until the main thread is out of a collective,
-    and so would a rank that its peers have left already. The exit code is the shell's, 128 and the
-    signal's number. A signal that the process ignores, as under nohup, is ignored further on.
+    No effect outside the main thread; ignored signals stay ignored. A thread waits for the signal:
+    Python's own handlers would wait until the main thread is out of a collective.
 
     Args:
-        tell: what is done first, with `"SIGINT"` or `"SIGTERM"`: print a line on one rank, say.
-            It runs on that thread, beside the main thread.
+        tell: called on that thread with `"SIGINT"` or `"SIGTERM"`, for example to print a line on
+            one rank. If it raises, its traceback is printed and the process ends all the same.
 
     Example:
         >>> import commgrid
@@ -49,24 +49,27 @@ def told_when_stopped(tell: Callable[[str], object]) -> Iterator[None]:
 
     def watch() -> None:
         while number := reader.recv(1):
-            if number[0] in before:
+            if number[0] not in STOPS:
+                continue
+            try:
                 recorder.end_stopped()
                 tell(signal.Signals(number[0]).name)
+            except BaseException:
+                traceback.print_exc()
+            finally:
                 os._exit(128 + number[0])
 
-    # A job in the background of a shell, or under nohup, ignores them, also from now on.
-    before = {
-        number: signal.signal(number, lambda *_: None)
-        for number in STOPS
-        if signal.getsignal(number) not in (signal.SIG_IGN, None)
-    }
-    descriptor = signal.set_wakeup_fd(writer.fileno())
     thread = threading.Thread(target=watch, name="told_when_stopped", daemon=True)
     thread.start()
+    before = {}
+    # The thread hears of a signal from before the handlers do nothing until after they are gone.
+    descriptor = signal.set_wakeup_fd(writer.fileno())
     try:
+        for number in STOPS:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                before[number] = signal.signal(number, lambda *_: None)
         yield
     finally:
-        # In this order no signal is lost: until its handler is set again, the thread hears of it.
         for number, handler in before.items():
             set_handler(number, handler)
         signal.set_wakeup_fd(descriptor)
