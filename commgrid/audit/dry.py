@@ -21,6 +21,7 @@ from torch.optim import optimizer as torch_optimizers
 
 from commgrid.errors import CommGridError, SpecError
 from commgrid.launching.local_ranks import Ranks
+from commgrid.launching.script import run_to_end
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.recording import recorder
 from commgrid.torch_compat import fake as torch_fake
@@ -103,7 +104,13 @@ def dry(
                 f"rank {end.rank} ended with {end.end} before its first step was over; it "
                 f"printed{end.last_lines}"
             )
-        counts = [int((beside / f"calls_{rank}").read_text()) for rank in chosen]
+        noted = {rank: beside / f"calls_{rank}" for rank in chosen}
+        if left := [rank for rank, path in noted.items() if not path.exists()]:
+            raise CommGridError(
+                f"rank {left[0]} of {grid.text!r} ended by os._exit(0) before its first step was "
+                "over, and its calls are lost; end the program by a return or sys.exit"
+            )
+        counts = [int(path.read_text()) for path in noted.values()]
     return Dry(name, grid.text, grid.world_size, len(chosen), sum(counts), str(folder))
 
 
@@ -125,7 +132,7 @@ def _rank(
 
     _after_updates(note)
     try:
-        run()
+        run_to_end(run)
     except BaseException:
         if not noted.exists():
             raise

@@ -1,6 +1,6 @@
-"""Process of one rank: a launcher's variables, a start of torch.distributed, and a function's run.
+"""Process of one rank: launcher variables, start of torch.distributed, one call of a function.
 
-Its result is a file in the folder of the run, so that a rank which is killed has none.
+The result is a file in the run's folder. A killed rank leaves none.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Task:
     """Work of one rank.
 
     Args:
-        function, args: what is called.
+        function, args: the call.
         rank, world_size: of this process.
         started: number of ranks that were started; others are absent.
         folder: where all ranks of the run leave their files.
@@ -88,10 +88,9 @@ def run_rank(task: Task) -> None:
         result = pickle.dumps((True, _call(task)))
         failed, code = False, 0
     except BaseException as error:
-        failed, told = True, _told(error)
+        failed, told, code = True, _told(error), _exit_code(error)
         result = pickle.dumps((False, told))
-        code = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else 1
-        if task.output is not None:
+        if task.output is not None and code:
             print(told, file=sys.stderr, end="")
     partial = task.path("partial")
     partial.write_bytes(result)
@@ -105,6 +104,13 @@ def run_rank(task: Task) -> None:
         os._exit(code)
 
 
+def _exit_code(error: BaseException) -> int:
+    """Exit code of a program that this error ends, as Python's."""
+    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
+        return error.code or 0
+    return 1
+
+
 def _print_to(path: Path) -> None:
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
@@ -114,7 +120,10 @@ def _print_to(path: Path) -> None:
 
 
 def _lead_a_session(parent: int) -> None:
-    """Make this process end with its parent, and lead a session: its children end with it."""
+    """Make this process end with its parent, and lead a session.
+
+    Processes that it starts are in its process group, which `Ranks.end` kills.
+    """
     with contextlib.suppress(PermissionError):  # leads one already
         os.setsid()
     if sys.platform == "linux":
@@ -163,7 +172,7 @@ def _call(task: Task) -> Any:
 
 
 def _told(error: BaseException) -> str:
-    """The traceback below this file."""
+    """Return the traceback without the frames of this file."""
     place = error.__traceback__
     while place is not None and place.tb_frame.f_code.co_filename == __file__:
         place = place.tb_next

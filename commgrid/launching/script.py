@@ -1,29 +1,36 @@
-"""A script in this process, as `python script` would run it."""
+"""Runs of programs in this process: a script as `python script` would run it, or a function."""
 
 from __future__ import annotations
 
 import multiprocessing
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 
 def run_script(script: Path, flags: Sequence[str]) -> None:
-    """Run a script to its end.
+    """Run a script to its end; `sys.argv` and `sys.path` stay changed afterwards.
 
     Args:
         script: its file.
         flags: its arguments.
 
     Raises:
-        SystemExit: it ended with another code than 0.
+        SystemExit: the script's exit code is not 0.
     """
     sys.argv = [str(script), *flags]
     multiprocessing.set_start_method(None, force=True)  # a spawned rank has one already
-    sys.path[0] = str(script.resolve().parent)
+    if not sys.flags.safe_path:  # under PYTHONSAFEPATH=1 the first entry is PYTHONPATH's
+        sys.path[0] = str(script.resolve().parent)
+    run_to_end(runpy.run_path, str(script), None, "__main__")
+
+
+def run_to_end(program: Callable[..., object], *args: Any) -> None:
+    """Call a program's function, which may end by a return or by `sys.exit` with None or 0."""
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        program(*args)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

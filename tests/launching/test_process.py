@@ -2,13 +2,14 @@
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from commgrid.testing import RanksFailed, run_on_ranks
+from commgrid.testing import Ranks, RanksFailed, run_on_ranks
 from tests.waiting import until, until_waiting
 
 
@@ -56,3 +57,22 @@ def test_a_rank_that_has_returned_does_not_wait_for_one_that_died(tmp_path: Path
     """Nor until the limit of time, which the whole run may not take."""
     with pytest.raises(RanksFailed, match="1 of 2 ranks failed\n--- rank 1"):
         run_on_ranks(returns_at_once, 2, str(tmp_path), True, timeout=3600)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"), [(None, 0), (0, 0), (False, 0), (3, 3), (True, 1), ("no data", 1)]
+)
+def test_a_program_ends_with_the_code_that_python_gives(
+    code: object, status: int, tmp_path: Path
+) -> None:
+    with Ranks(sys.exit, 1, code, backend=None, output=tmp_path) as ranks:
+        (outcome,) = ranks.wait().values()
+        assert bool(ranks.failures()) == bool(status)
+    assert outcome.exitcode == status
+    assert ("SystemExit" in outcome.printed) == bool(status)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_tested_function_may_not_leave_by_sys_exit(code: object) -> None:
+    with pytest.raises(RanksFailed, match=r"rank 0 \(exit code 0\)"):
+        run_on_ranks(sys.exit, 1, code, backend=None)

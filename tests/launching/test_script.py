@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,3 +42,24 @@ def test_a_script_has_its_arguments_its_folder_and_its_exit_code(code: str, tmp_
         with pytest.raises(AssertionError, match=r"rank 0 \(exit code 3\)"):
             run_on_ranks(run, 1, script, out, code, backend=None, check=False)
     assert json.loads(out.read_text()) == [str(script), [str(script), str(out), code], 8]
+
+
+@pytest.mark.parametrize("safe", ["", "1"])
+def test_a_safe_path_keeps_its_first_entry(safe: str, tmp_path: Path) -> None:
+    """With PYTHONSAFEPATH=1 Python adds no script's folder, and the first entry is PYTHONPATH's."""
+    script, library = tmp_path / "script.py", tmp_path / "library"
+    script.write_text("import sys; print(sys.path[0])")
+    library.mkdir()
+    path = os.pathsep.join([str(library), *filter(None, [os.environ.get("PYTHONPATH")]), *sys.path])
+    environ = {**os.environ, "PYTHONSAFEPATH": safe, "PYTHONPATH": path}
+    ours = (
+        "from pathlib import Path; from commgrid.launching.script import run_script; "
+        f"run_script(Path({str(script)!r}), [])"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, *how], env=environ, capture_output=True, text=True, check=True
+        )
+        for how in (["-c", ours], [str(script)])
+    ]
+    assert printed[0].stdout == printed[1].stdout

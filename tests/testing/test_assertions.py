@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
+import sys
 import threading
 from pathlib import Path
 
@@ -182,3 +184,35 @@ def test_a_collective_of_backward_is_named_with_its_module(other: str) -> None:
     assert "all_reduce over dp at test_assertions.py" in said
     assert "in the backward of the model" in said
     assert "dp_cp" not in said
+
+
+ENDS = {"sys.exit()": None, "sys.exit(0)": 0, "sys.exit(False)": False}
+
+
+def exits(code: object, steps: bool) -> None:
+    if steps:
+        train()
+    else:
+        grid = commgrid.initialize(tp=2)
+        all_reduce(torch.ones(4), grid.get_group("tp"))
+        commgrid.shutdown()
+    if code == "os._exit":
+        os._exit(0)
+    sys.exit(code)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("steps", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_may_end_by_sys_exit(end: str, steps: bool) -> None:
+    finishes(exits, "tp=2", args=(ENDS[end], steps), timeout=100)
+    if steps:
+        same_on_grids(exits, ["tp=1", "tp=2"], args=(ENDS[end], steps))
+
+
+@pytest.mark.parametrize("code", [3, "no data", "os._exit"])
+def test_a_program_that_ends_with_another_code_fails(code: object) -> None:
+    with pytest.raises(CommGridError, match=r"rank [01] .*before its first step was over"):
+        finishes(exits, "tp=2", args=(code, False), timeout=100)
+    if code != "os._exit":  # then the records of its steps are written already
+        with pytest.raises(RanksFailed, match=r"rank 0 \(exit code [13]\)"):
+            same_on_grids(exits, ["tp=1", "tp=2"], args=(code, True))
