@@ -1,8 +1,8 @@
-"""A model's parameters by their names in the whole model, and where this rank's parts lie.
+"""Audited parameters: names in the whole model, and boxes of this rank's shards.
 
-A program may call parts of its model one by one: the model is the outermost module that has them.
-Chunks of a pipeline have the names of the whole model by themselves; Megatron-core says
-`layer_number` of a layer, and its rank of ep says which of the experts are a rank's.
+If a program calls parts of its model one by one, the model is the outermost module around them.
+Pipeline chunks name their layers as the whole model does. Megatron-core's layers are numbered by
+`layer_number`, its local experts by the rank in ep.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from commgrid.resharding.item import HeldBoxes, held_boxes
 from commgrid.runtime.grid import HyperCommGrid
 
 _WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}
-"""Attributes that hold a wrapped module, such as DistributedDataParallel's."""
-_EXPERT = re.compile(r"(.*\.local_experts\.)(\d+)(\..*|$)")
+"""Attributes of wrappers such as DistributedDataParallel, which have no other child."""
+_EXPERT = re.compile(r"((?:.*\.)?local_experts\.)(\d+)(\..*|$)")
+_IN_EXPERTS = re.compile(r"(?:.*\.)?(?:local_)?experts\..*")
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,24 @@ def _name_in_an_optimizer(model: nn.Module, objects: list[Any]) -> str:
     """The beginning of its parameters' names in an optimizer; "": it was given none."""
     name, parameter = next(iter(model.named_parameters()), ("", None))
     for optimizer in (each for each in objects if issubclass(type(each), Optimizer)):
+        said_by = [group.get("param_names", ()) for group in optimizer.param_groups]
+        names = [said.split(".") for given in said_by for said in given]
         for group in optimizer.param_groups:
             for said, each in zip(group.get("param_names", ()), group["params"], strict=False):
                 if each is parameter and said.endswith(f".{name}"):
                     words = said.removesuffix(f".{name}").split(".")
-                    return ".".join(word for word in words if word not in _WRAPPERS)
+                    return ".".join(
+                        word
+                        for place, word in enumerate(words)
+                        if word not in _WRAPPERS or _has_siblings(words[: place + 1], names)
+                    )
     return ""
+
+
+def _has_siblings(words: list[str], names: list[list[str]]) -> bool:
+    """Whether a module of some parameters' names is not the only child of its parent."""
+    *parent, last = words
+    return any(name[:-1][: len(parent)] == parent and name[len(parent)] != last for name in names)
 
 
 def names_of(root: nn.Module, grid: HyperCommGrid | None, of: str = "") -> dict[nn.Module, str]:
@@ -110,21 +123,27 @@ def names_of(root: nn.Module, grid: HyperCommGrid | None, of: str = "") -> dict[
             if last.isdecimal() and isinstance(number, int):
                 last = str(number - 1)
             own[path] = ".".join(each for each in (own[parent], last) if each)
-            if last in _WRAPPERS and not modules[parent]._parameters:
+            around = modules[parent]
+            if last in _WRAPPERS and len(around._modules) == 1 and not around._parameters:
                 own[path] = own[parent]
         found.setdefault(module, _global_expert(own[path], root, path, grid))
     return found
 
 
 def _global_expert(name: str, root: nn.Module, path: str, grid: HyperCommGrid | None) -> str:
-    """The number that a local expert of Megatron-core's has among all."""
+    """Return a name with the global number of one of Megatron-core's local experts.
+
+    If the model is an expert itself, the number of local experts is not known: the name says its
+    rank in ep, and is compared with no other grid's.
+    """
     match = _EXPERT.fullmatch(name)
     if match is None or grid is None or "ep" not in grid.shape:
         return name
-    head = re.fullmatch(r"(.*\.local_experts)\.\d+(\..*|$)", path)
-    assert head is not None
-    count = len(list(root.get_submodule(head[1]).children()))
-    return f"{match[1]}{int(match[2]) + grid.get_local_rank('ep') * count}{match[3]}"
+    rank, local = grid.get_local_rank("ep"), _EXPERT.fullmatch(path)
+    if local is None:
+        return f"{match[1]}{match[2]} (ep {rank}){match[3]}" if grid.size("ep") > 1 else name
+    count = len(list(root.get_submodule(local[1].removesuffix(".")).children()))
+    return f"{match[1]}{int(match[2]) + rank * count}{match[3]}"
 
 
 def audited_parameters(
@@ -136,7 +155,7 @@ def audited_parameters(
         root: the model, or a pipeline stage's part of it.
         names: of its modules, in the whole model.
         grid: where it lies; None: the program has none.
-        notes: what is not compared, and why, is added to.
+        notes: list to which a line is added for each parameter that is not compared.
     """
     modules = dict(root.named_modules(remove_duplicate=False))
     for placement in placements(root):
@@ -157,7 +176,7 @@ def _audited(
 ) -> AuditedParameter:
     parameter: Any = placement.parameter
     region, cut = placement.region, None
-    if ".experts." in name and not placement.shards:
+    if _IN_EXPERTS.fullmatch(name) and not placement.shards:
         if grid is not None and "ep" in grid.shape:
             region = "expert"
         if getattr(module, "_hf_tp_plan", None) and grid is not None:

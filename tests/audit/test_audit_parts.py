@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from commgrid.audit.compare import compare
 from commgrid.audit.finding import Comparison
+from commgrid.audit.parameters import names_of
 from tests.audit.audited import part, seen_on
 
 PROGRAM = """
@@ -172,6 +175,36 @@ OF_LOSSES = (
     "loss = measure(x.flatten(0, 1), tokens.flatten())"
 )
 
+SIBLINGS = f"""
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.module = nn.ModuleDict({{"head": nn.Linear(5, 8, bias=False)}})
+        self.embedding, self.head = nn.Embedding(8, 5), nn.Linear(5, 8, bias=False)
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.module["head"](x) + 2 * self.head(x)
+model = Model()
+models = [model]
+{SGD}
+"""
+OF_SIBLINGS = f"logits = model(tokens); {HEAD}"
+
+NAMED_SIBLINGS = """
+embedding, head, inner = nn.Embedding(8, 5), nn.Linear(5, 8), nn.Linear(5, 8)
+models = [embedding, head, inner]
+optimizer = torch.optim.SGD(
+    [(f"{name}.{key}", each)
+     for name, module in (("embedding", embedding), ("head", head), ("module.head", inner))
+     for key, each in module.named_parameters()], lr=0.1
+)
+"""
+OF_NAMED_SIBLINGS = f"x = embedding(tokens); logits = inner(x) + 2 * head(x); {HEAD}"
+
+NAMED_WRAPPED = NAMED.replace('"embedding.', '"module.embedding.').replace(
+    '"head.', '"module.head.'
+)
+
 CHECKED = {
     "a dict of modules": (DICT, OF_DICT),
     "a list of modules": (LIST, OF_LIST),
@@ -181,6 +214,9 @@ CHECKED = {
     "DistributedDataParallel around the model": (WRAPPED, OF_WRAPPED),
     "DistributedDataParallel around its parts": (WRAPPED_PARTS, OF_TIED),
     "parts in another order on each rank": (OTHER_ORDER, OF_OTHER_ORDER),
+    "an attribute called module beside others": (SIBLINGS, OF_SIBLINGS),
+    "names from the optimizer with module beside others": (NAMED_SIBLINGS, OF_NAMED_SIBLINGS),
+    "names from the optimizer within a wrapper": (NAMED_WRAPPED, OF_APART),
     "a frozen copy": (TEACHER, OF_TEACHER),
     "a loss with buffers and a list of parameters": (LOSSES, OF_LOSSES),
     "a part that is compiled": (COMPILED, OF_DICT),
@@ -194,7 +230,7 @@ NOT_CHECKED = {
 
 def compared(
     model: str, forward: str, folder: Path, other: str = "dp=2", before: str = "", after: str = "",
-    same_weights: bool = False,
+    same_weights: bool = False, one: str = "dp=1",
 ) -> Comparison:  # fmt: skip
     folder.mkdir(exist_ok=True)
     script = folder / "program.py"
@@ -202,7 +238,7 @@ def compared(
     script.write_text(
         head + PROGRAM.format(model=model, forward=forward, before=before, after=after)
     )
-    return part("dp=1", other, folder, script, [], same_weights=same_weights)
+    return part(one, other, folder, script, [], same_weights=same_weights)
 
 
 @pytest.mark.parametrize("case", CHECKED)
@@ -365,3 +401,68 @@ def test_a_factor_of_most_parameters_is_not_a_clips(tmp_path: Path) -> None:
     assert {each.name for each in found.findings} == {
         "experts.bias", "router.weight", "router.bias",
     }  # fmt: skip
+
+
+EXPERTS = """
+from commgrid.collectives import reduce_from_group
+REDUCER, models = False, []
+held = 4 // grid.size("ep")
+first = held * grid.get_local_rank("ep")
+experts = [nn.Linear(8, 8, bias=False) for _ in range(4)][first : first + held]
+optimizer = torch.optim.SGD(
+    [(f"layer.experts.local_experts.{i}.weight", each.weight) for i, each in enumerate(experts)],
+    lr=0.1,
+)
+"""
+OF_EXPERTS = (
+    "x = nn.functional.one_hot(tokens, 8).double(); "
+    "y = reduce_from_group(sum((i + first + 1) * each(x) for i, each in enumerate(experts)), 'ep');"
+    " loss = (y - 1).square().mean()"
+)
+ALIKE = "tokens = torch.cat([tokens] * dp)"  # each rank takes all of them
+
+
+@pytest.mark.parametrize(("one", "other"), [("1", "2"), ("2", "1")])
+def test_an_expert_that_is_called_by_itself_is_not_guessed(
+    one: str, other: str, tmp_path: Path
+) -> None:
+    """Which of all experts a rank's first one is cannot be told without their number."""
+    grids = {"one": f"dp=2,ep={one},etp=1", "other": f"dp=2,ep={other},etp=1"}
+    found = compared(EXPERTS, OF_EXPERTS, tmp_path, before=ALIKE, **grids)
+    assert not found.findings, found.findings[0].text
+    assert not found.complete
+    assert "local_experts.0" in found.notes[0]
+
+
+def named(*paths: str) -> nn.Module:
+    """A module with a Linear at each path."""
+    root = nn.Module()
+    for path in paths:
+        inner = root
+        for word in path.split("."):
+            if not hasattr(inner, word):
+                inner.add_module(word, nn.Module())
+            inner = inner.get_submodule(word)
+        inner.weight = nn.Parameter(torch.ones(1))
+    return root
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["module.head"], ["head"]),
+        (["module.module.head"], ["head"]),  # Megatron-core's two wrappers
+        (["_orig_mod.head", "_orig_mod.tail"], ["head", "tail"]),
+        (["block._checkpoint_wrapped_module.up"], ["block.up"]),
+        (["module.head", "head"], ["module.head", "head"]),
+        (["block.module.up", "block.up"], ["block.module.up", "block.up"]),
+        (
+            ["block", "block.module.head"],
+            ["block", "block.module.head"],
+        ),  # it has parameters of its own
+    ],
+)
+def test_only_a_sole_child_is_a_wrapped_module(paths: list[str], expected: list[str]) -> None:
+    root = named(*paths)
+    names = names_of(root, None)
+    assert [names[root.get_submodule(path)] for path in paths] == expected
