@@ -16,7 +16,7 @@ from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.planning.group_row import GroupEntry
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime.grid import HyperCommGrid
-from megatron_adapter.names import MEGATRON_GROUPS, hierarchical, hybrid
+from megatron_adapter.names import MEGATRON_GROUPS, hierarchical_name, hybrid_name
 from megatron_adapter.sizes_of import sizes_of
 
 _OVERRIDES = tuple(
@@ -157,8 +157,8 @@ class MegatronState:
 
     def _levels(self) -> list[ProcessGroup]:
         found: list[ProcessGroup] = []
-        while self.is_member(hierarchical(len(found))):
-            found.append(self.find(hierarchical(len(found))))
+        while self.is_member(hierarchical_name(len(found))):
+            found.append(self.find(hierarchical_name(len(found))))
         return found
 
     def _parts(self) -> dict[int, ProcessGroup]:
@@ -167,7 +167,7 @@ class MegatronState:
         size = 2
         while 2 * size <= members:
             block = self.grid.get_local_rank("dp_cp") // size
-            for name in (hybrid(size), hybrid(size, block)):
+            for name in (hybrid_name(size), hybrid_name(size, block)):
                 if self.is_member(name):
                     found[size] = self.find(name)
             size *= 2

@@ -1,8 +1,7 @@
 """The commgrid group for each of Megatron-core's groups; `python -m megatron_adapter names`.
 
-Of all releases together. Everything else here reads this
-table: the state that is put behind Megatron's functions, the groups a grid is given for it, and the
-fields of a ProcessGroupCollection.
+The table covers all supported releases. Megatron's state, the grid's additional groups and the
+fields of a ProcessGroupCollection are derived from it.
 
 Where weights are sharded and gathered again (Megatron's GTP, its `gtp_remat` axes), the grid has an
 axis `gtp` in its dense region, `egtp` in the experts', or both. Some of Megatron's groups then span
@@ -25,9 +24,9 @@ class MegatronGroup(NamedTuple):
         ranks: the variable with its ranks, if there is one.
         field: of a ProcessGroupCollection.
         options: its key in an NCCL configuration file.
-        made_of: where it is no combination of axes, in words.
+        made_of: description, if the group is no combination of axes.
         with_gtp: its name instead where the grid has the axis `gtp`.
-        without_gtp: the group it is another name of where the grid lacks the axis it runs along.
+        without_gtp: the group with the same ranks on a grid without this group's gtp axis.
     """
 
     getter: str
@@ -212,20 +211,20 @@ MEGATRON_GROUPS = (
         "tp_ep_gtp_remat_pp", without_gtp="pp_ep_etp",
     ),
 )  # fmt: skip
-"""Every group that Megatron-core has one of. Besides these `hcp_0`, `hcp_1`, … are the levels of
-hierarchical context parallelism and `hybrid_2`, `hybrid_4`, … the parts of dp_cp."""
+"""Megatron-core's groups, apart from `hcp_0`, `hcp_1`, … (levels of hierarchical context
+parallelism) and `hybrid_2`, `hybrid_4`, … (parts of dp_cp)."""
 
 OPTIONAL = frozenset({"dp_cp_ag", "edp_ag", "inter_edp"})
 """Groups that exist only where their option asks for them, besides those over gloo."""
 
 
-def hierarchical(level: int) -> str:
-    """The group of a level of hierarchical context parallelism; 0 is the innermost."""
+def hierarchical_name(level: int) -> str:
+    """Name of a level's group in hierarchical context parallelism; 0 is the innermost level."""
     return f"hcp_{level}"
 
 
-def hybrid(size: int, block: int | None = None) -> str:
-    """The part of dp_cp of `size` ranks; with a block's number where the sizes leave a rest."""
+def hybrid_name(size: int, block: int | None = None) -> str:
+    """Name of a part of dp_cp with `size` ranks, and the block's number if dp_cp has several."""
     return f"hybrid_{size}" if block is None else f"hybrid_{size}_{block}"
 
 
@@ -233,7 +232,9 @@ def as_text() -> str:
     """The mapping as a table."""
     wide = max(len(group.getter) for group in MEGATRON_GROUPS)
     name = max(len(group.name) for group in MEGATRON_GROUPS)
-    lines = [f"{'megatron.core.parallel_state':{wide}}  {'commgrid':{name}}  collection"]
+    lines = [
+        f"{'megatron.core.parallel_state':{wide}}  {'commgrid':{name}}  {'collection':24} note"
+    ]
     for group in MEGATRON_GROUPS:
         made_of = group.made_of
         if group.without_gtp is not None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
-from megatron_adapter.names import hierarchical, hybrid
+from megatron_adapter.names import hierarchical_name, hybrid_name
 from megatron_adapter.spec import MegatronSizes
 
 
@@ -41,15 +41,15 @@ def sizes_of(spec: GridSpec, world_size: int) -> MegatronSizes:
     else:
         placed.insert(placed.index("dp"), "ep")
     levels: list[int] = []
-    while hierarchical(len(levels)) in spec.definitions:
-        definition = spec.definitions[hierarchical(len(levels))]
+    while hierarchical_name(len(levels)) in spec.definitions:
+        definition = spec.definitions[hierarchical_name(len(levels))]
         levels.append(definition.size(shape))
     sizes = MegatronSizes(
         world_size=world_size,
         tp=shape["tp"], pp=shape["pp"], cp=shape.get("cp", 1), ep=shape.get("ep", 1),
         etp=shape.get("etp", shape["tp"]), instances=shape.get("inter_edp", 1),
         order="-".join(axis for axis in placed if axis != "gtp_remat"), hierarchical=tuple(levels),
-        hybrid=not spec.definitions.keys().isdisjoint((hybrid(2), hybrid(2, 0))),
+        hybrid=not spec.definitions.keys().isdisjoint((hybrid_name(2), hybrid_name(2, 0))),
         all_gather="dp_cp_ag" in spec.definitions,
         gtp=shape.get("gtp", 1), egtp=shape.get("egtp", 1),
     )  # fmt: skip

@@ -28,7 +28,7 @@ from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import load_yaml
 from commgrid.planning.yaml_keys import DEFAULT_SHARE
 from megatron_adapter.errors import MegatronSizeError, MegatronStateError
-from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical, hybrid
+from megatron_adapter.names import MEGATRON_GROUPS, OPTIONAL, hierarchical_name, hybrid_name
 
 DEFAULT_ORDER = "tp-cp-ep-dp-pp"
 NCCL_KEYS = ("cga_cluster_size", "max_ctas", "min_ctas", "net_name", "is_high_priority_stream")
@@ -286,7 +286,7 @@ class MegatronSizes:
         picks = {"embedding": embedding, "position_embedding": self.position_embedding}
         rows |= {name: {"of": "pp", "pick": list(pick)} for name, pick in picks.items() if pick}
         if self.hierarchical:
-            levels = {hierarchical(i): size for i, size in enumerate(self.hierarchical)}
+            levels = {hierarchical_name(i): size for i, size in enumerate(self.hierarchical)}
             rows["hcp"] = {"of": "cp", "split": dict(reversed(levels.items()))}
         return rows | (self._hybrid_rows() if self.hybrid else {})
 
@@ -316,12 +316,12 @@ class MegatronSizes:
         size = 2
         while 2 * size <= whole:
             if whole % size == 0:
-                parts = {"_": whole // size, hybrid(size): size}
+                parts = {"_": whole // size, hybrid_name(size): size}
                 rows[f"hybrid_{size}_of_dp_cp"] = {"of": "dp_cp", "split": parts}
             else:
                 for block in range(whole // size):
                     positions = list(range(block * size, (block + 1) * size))
-                    rows[hybrid(size, block)] = {"of": "dp_cp", "pick": positions}
+                    rows[hybrid_name(size, block)] = {"of": "dp_cp", "pick": positions}
             size *= 2
         return rows
 

@@ -121,7 +121,7 @@ class Diagnosis:
 
     def __str__(self) -> str:
         if not self.causes:
-            told = f"nothing is wrong that the records of {said(self.ranks)} show"
+            told = f"no fault found in the records of {said(self.ranks)}"
             unknown = [without_record(self.missing, self.asked)] if self.missing else []
             if self.incomplete:
                 unknown.append(f"the record of {said(self.incomplete)} ends before others' calls")

@@ -62,7 +62,7 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
         >>> import commgrid
         >>> grid = commgrid.initialize(trace=True)
         >>> print(commgrid.diagnose())
-        nothing is wrong that the records of rank 0 show
+        no fault found in the records of rank 0
         >>> commgrid.trace.stop()
         >>> commgrid.shutdown()
     """

@@ -68,7 +68,7 @@ def test_the_command_says_who_and_where(folder: Path, capsys: pytest.CaptureFixt
     assert found["missing"] == [4, 6, 7]
     assert main(["diagnose", str(folder), "--patience", "60"]) == 3
     assert " ".join(capsys.readouterr().out.split()) == (
-        "nothing is wrong that the records of ranks 1, 5, 9, 13 show; not checked: ranks 4, 6-7 "
+        "no fault found in the records of ranks 1, 5, 9, 13; not checked: ranks 4, 6-7 "
         "have no record there"
     )
 

@@ -617,7 +617,7 @@ def run_sane() -> bytes:
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
     found = diagnosed(listed(lambda here: sane(here.dist, here.rank, here.groups)), patience=0.5)
-    assert str(found).startswith("nothing is wrong")
+    assert str(found).startswith("no fault found")
     assert not found
     assert found.missing == ()
     # The ranks still record.
