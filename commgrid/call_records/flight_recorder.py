@@ -7,6 +7,10 @@ It also has what never comes through Python: DistributedDataParallel's collectiv
 of compiled code. torch keeps the last 2,000 calls of each backend (`TORCH_FR_BUFFER_SIZE`). Of gloo
 it keeps no messages.
 
+A world that is started again gives its groups the names of an earlier one's. A dump of `commgrid
+dump` has the number of calls of each living group, which tells whether the last calls under a name
+are that group's. Other calls are not compared.
+
 Format: `torch/csrc/distributed/c10d/FlightRecorderDetail.hpp`, versions 2.x: a pickle of plain
 values, or JSON. Times are seconds of the wall clock.
 """
@@ -128,16 +132,21 @@ class _Dump:
         self.rank, self._held = rank, held
         self._entries = held.get("entries") or []
         self._described = _described(held["pg_config"])
+        # Of living groups, by backend, how many calls they have had; None: not in this dump.
+        self._issued: dict[str, Mapping[str, int]] | None = {
+            str(name): group["issued"]
+            for name, group in held["pg_config"].items() if "issued" in group
+        } or None  # fmt: skip
         self._dropped = min((int(e.get("record_id", 0)) for e in self._entries), default=0)
-        # A name that is used again is another communicator, which has another id.
-        self._ids: dict[tuple[str, str], list[int]] = {}
+        # A name that is used again is another communicator, which has another id; here with the
+        # turn of its last collective.
+        self._ids: dict[tuple[str, str], dict[int, int]] = {}
         for entry in self._entries:
-            ids = self._ids.setdefault((str(entry["process_group"][0]), _backend(entry)), [])
-            if entry["pg_id"] not in ids:
-                ids.append(entry["pg_id"])
+            ids = self._ids.setdefault((str(entry["process_group"][0]), _backend(entry)), {})
+            ids[entry["pg_id"]] = int(entry["collective_seq_id"])
         self._living = {
             self._group(name, kind): (name, kind)
-            for name in self._described for kind in sorted(kinds.get(name, {""}))
+            for name in self._issued or self._described for kind in sorted(kinds.get(name, {""}))
         }  # fmt: skip
         self._calls = self._numbered()
         self.entered = self._counts(names)
@@ -188,20 +197,34 @@ class _Dump:
         status = self._held.get("pg_status", {})
         last = {names[str(key)]: each for key, each in status.items() if str(key) in names}
         for group, (name, kind) in self._living.items():
-            if kind != "gloo" and name in last:
+            if kind != "gloo" and self._issued is not None:
+                found[group] = self._issued[name].get(kind, -1) + 1
+            elif kind != "gloo" and name in last:
                 found[group] = int(last[name]["last_enqueued_collective"]) + 1
         for call in self._calls:
-            if not call.is_transfer:
+            if not call.is_transfer and call.group.key:
                 found[call.group] = max(found.get(call.group, 0), (call.turn or 0) + 1)
+        if self._issued is not None:
+            for (name, kind), ids in self._ids.items():
+                if name and name not in self._issued:  # others may have calls there under way
+                    found[self._group(name, kind)] = [*ids.values()][-1] + 1
         return found
 
     def _group(self, name: str, kind: str, number: int | None = None) -> Group:
-        """A communicator; without a number the last one of its name."""
-        ids = self._ids.get((name, kind), [0])
-        place = len(ids) if number is None else ids.index(number) + 1
+        """A communicator by torch's name and id; without an id the last one of its name.
+
+        It has no key if nothing tells it from others of its name.
+        """
+        ids = self._ids.get((name, kind), {0: 0})
         desc, ranks = self._described.get(name, ("", ()))
         label = _label(name, desc, self._described)
-        return Group(label, ranks, f"{name}@{place}/{kind}", kind)
+        place = len(ids) if number is None else [*ids].index(number) + 1
+        if self._issued is None:
+            return Group(label, ranks, f"{name}@{place}/{kind}" if name else "", kind)
+        issued = self._issued.get(name, {}).get(kind, -1)
+        if number is not None and (place < len(ids) or ids[number] > issued):
+            return Group(label, (), "", kind)
+        return Group(label, ranks if name in self._issued else (), f"{name}@/{kind}", kind)
 
     def _call(self, entry: Mapping[str, Any]) -> Call | None:
         """An entry, without its place among others; None for what only holds others together."""

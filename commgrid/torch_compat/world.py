@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
 from importlib.metadata import entry_points
@@ -98,7 +98,8 @@ def world_store() -> Any:
 def flight_records() -> dict[str, Any]:
     """Return the last calls of all backends, as torch's flight recorders dump them.
 
-    torch names the ranks of NCCL's groups only; here all living groups have theirs.
+    torch names the ranks of NCCL's groups only; here all living groups have theirs, and the number
+    of calls that each of their backends has counted.
     """
     held: dict[str, Any] = pickle.loads(_bindings._dump_fr_trace(True, True, False))
     entries, groups = held.get("entries", []), held["pg_config"]
@@ -109,8 +110,20 @@ def flight_records() -> dict[str, Any]:
         )
     for group, name in list(c10d._world.pg_names.items()):
         ranks = str(dist.get_process_group_ranks(group))
-        groups[name] = {"name": name, "desc": group.group_desc, "ranks": ranks}
+        groups[name] = {
+            "name": name, "desc": group.group_desc, "ranks": ranks, "issued": _issued(group),
+        }  # fmt: skip
     return {**held, "entries": entries, "pg_config": {**held.get("pg_config", {}), **groups}}
+
+
+def _issued(group: dist.ProcessGroup) -> dict[str, int]:
+    """Number of calls on a group, by backend, as far as backends count them."""
+    found = {}
+    for device in group._device_types:
+        with suppress(RuntimeError):  # it was destroyed meanwhile, or does not count
+            backend: Any = group._get_backend(device)
+            found[backend.name()] = backend._get_sequence_number_for_group()
+    return found
 
 
 def own_address() -> str:

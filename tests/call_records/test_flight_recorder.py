@@ -86,6 +86,88 @@ def test_wrong_jobs(name: str) -> None:
     assert accused(*dumps) == [rank]
 
 
+def living(
+    rank: int, groups: dict[str, tuple[str, int]], *entries: dict[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """A dump as `commgrid dump` makes it: ranks and number of calls of each living group."""
+    config = {
+        name: {"name": name, "desc": "undefined", "ranks": ranks, "issued": {"gloo": issued}}
+        for name, (ranks, issued) in groups.items()
+    }
+    return rank, dump(*entries, pg_config=config)
+
+
+def of(name: str, turn: int, pg_id: int, **given: Any) -> dict[str, Any]:
+    return entry(turn, (name, "undefined"), pg_id=pg_id, record_id=0, **given)
+
+
+OTHER = {"profiling_name": "gloo:broadcast"}
+NOW = {**OPEN, "time_created_ns": 99_900_000_000}
+ALL = ("[0, 1, 2]", 0)
+WORLDS: dict[str, tuple[list[tuple[int, dict[str, Any]]], list[int]]] = {
+    "other members": (
+        [
+            living(0, {"0": ALL}, of("1", 1, 1)),
+            living(1, {"0": ALL, "1": ("[1, 2]", 1)}, of("1", 1, 1), of("1", 1, 3, **OTHER)),
+            living(2, {"0": ALL, "1": ("[1, 2]", 1)}, of("1", 1, 2, **OTHER)),
+        ],
+        [],
+    ),
+    "the second one has had no call on one rank": (
+        [
+            living(0, {"0": ALL, "1": ("[0, 2]", 0)}, of("1", 1, 1), of("1", 2, 1)),
+            living(1, {"0": ALL}, of("1", 1, 1), of("1", 2, 1)),
+            living(2, {"0": ALL, "1": ("[0, 2]", 1)}, of("1", 1, 2, **OTHER)),
+        ],
+        [],
+    ),
+    "both are destroyed": (
+        [
+            living(0, {"0": ALL}, of("1", 1, 1)),
+            living(1, {"0": ALL}, of("1", 1, 1)),
+            living(2, {"0": ALL}, of("1", 1, 2, **OTHER)),
+        ],
+        [],
+    ),
+    "destroyed on one rank, and under way on another": (
+        [
+            living(0, {"0": ALL}, of("1", 1, 1), of("1", 2, 1)),
+            living(1, {"0": ALL, "1": ("[0, 1]", 2)}, of("1", 1, 1), of("1", 2, 1, **NOW)),
+            living(2, {"0": ALL}),
+        ],
+        [],
+    ),
+    "a rank has not come in the second": (
+        [
+            living(0, {"0": ALL, "1": ("[0, 2]", 0)}, of("1", 1, 1), of("1", 2, 1)),
+            living(1, {"0": ALL}, of("1", 1, 1), of("1", 2, 1)),
+            living(2, {"0": ALL, "1": ("[0, 2]", 1)}, of("1", 1, 2, **OPEN)),
+        ],
+        [0],
+    ),
+    "a rank has another call in the second": (
+        [
+            living(0, {"0": ALL, "1": ("[0, 2]", 1)}, of("1", 1, 1), of("1", 1, 3)),
+            living(1, {"0": ALL}, of("1", 1, 1)),
+            living(2, {"0": ALL, "1": ("[0, 2]", 1)}, of("1", 1, 2, **OTHER)),
+        ],
+        [2],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_groups_of_one_name_in_worlds_one_after_another(name: str) -> None:
+    dumps, ranks = WORLDS[name]
+    assert sorted(rank for each in diagnose(parse(dumps)).causes for rank in each.ranks) == ranks
+
+
+def test_calls_of_groups_without_names_are_not_compared() -> None:
+    """As under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
+    named = ("", "")
+    assert accused(dump(entry(1, named)), dump(entry(1, named, **OTHER))) == []
+
+
 def test_a_rank_whose_buffer_does_not_reach_back_is_not_said_to_be_absent() -> None:
     late = entry(1, ("3", "dp"), pg_id=3, record_id=2, **OPEN)
     waiting = dump(entry(1), entry(2), late)

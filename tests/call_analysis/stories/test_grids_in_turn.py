@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -147,11 +148,12 @@ def test_groups_suspended_and_resumed(here: Here) -> None:
     here.now(ask=3)
 
 
-@correct(order=False, short=True)
+@correct(order=False, short=True, untraced=True)
 def test_new_groups_after_a_second_start_of_torch(here: Here) -> None:
     """torch counts its groups from the beginning again."""
     commgrid.join()
-    commgrid.trace.start()
+    if "COMMGRID_TRACE" in os.environ:
+        commgrid.trace.start()
     pair = dist.new_group([0, 1])
     if here.rank < 2:
         assert total(pair) == 2
@@ -170,6 +172,27 @@ def test_new_groups_after_a_second_start_of_torch(here: Here) -> None:
         assert total(three) == 3
     here.grid(dp=2, tp=2)
     here.now()
+
+
+@correct(order=False, untraced=True)
+def test_grids_in_worlds_one_after_another(here: Here) -> None:
+    """Grids and groups of torch have the names of those in the earlier world."""
+    for world, size in enumerate((2, 4, 2)):
+        store = dist.FileStore(str(here.folder / f"store{world}"), 4)
+        dist.init_process_group("gloo", rank=here.rank, world_size=4, store=store)
+        grid = here.grid(tp=size)
+        for _ in range(1 + (here.rank // size + world) % 2):
+            dist.broadcast(torch.ones(world + 1), grid.get_ranks("tp")[0], grid.get_group("tp"))
+        ranks = [[0, 1], [1, 2, 3], [0, 1, 3]][world]
+        group = dist.new_group(ranks)
+        if here.rank in ranks:
+            assert total(group) == len(ranks)
+            dist.barrier(group) if world == 1 else total(group)
+        here.now()
+        commgrid.shutdown()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    here.grid(dp=4)
 
 
 @correct()
