@@ -1,15 +1,15 @@
-"""Records of collectives: each by the name of its group, with its line and its time.
+"""Trace: a record of each collective, with its group's name, its line and its time.
 
     commgrid.initialize(tp=2, trace=True)         or COMMGRID_TRACE=1, or trace.start()
     …
-    print(commgrid.trace.summary())               this rank's
-    commgrid.trace.save("runs/trace")             a file of each rank; COMMGRID_TRACE=runs/trace
+    print(commgrid.trace.summary())               this rank's calls
+    commgrid.trace.save("runs/trace")             one file a rank; or COMMGRID_TRACE=runs/trace
     commgrid trace runs/trace -o trace.json       for Perfetto
 
-It sees what Python hands to torch's process groups: commgrid's collectives, torch's, Megatron's. It
-does not see what never comes through Python: DistributedDataParallel's all-reduces, functional
-collectives as DTensor issues them, and what torch.compile has taken in. Times are the host's: from
-the call to the end of the wait for it; on CUDA the wait is for the stream, not for the device.
+Recorded are calls that Python makes on torch's process groups: by commgrid, torch or Megatron. Not
+recorded are calls made in C++: DistributedDataParallel's all-reduces, functional collectives such
+as DTensor's, and calls inside compiled graphs. Times are the host's, from the call to the end of
+the wait for it; on CUDA the wait is for the stream, not for the device.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from commgrid.recording import recorder, remote
 from commgrid.runtime.registry import live_grids
 from commgrid.torch_compat.world import is_initialized, world_rank
 
-__all__ = ["is_on", "save", "start", "step", "stop", "summary"]
+__all__ = ["is_on", "recorded", "save", "start", "step", "stop", "summary"]
 
-_kept: list[recorder.Recorder] = []  # of the last recording, once it has ended
+_kept: list[recorder.Recorder] = []  # the recorder of the last recording
 
 
 def start(capacity: int = recorder.CAPACITY) -> None:
-    """Begins to record this process's calls; while it records already, nothing changes.
+    """Start recording this process's calls. A second start changes nothing.
 
     Args:
-        capacity: how many calls are kept, the last ones; 136 bytes each.
+        capacity: number of calls that are kept, the last ones; 136 bytes each. Where a grid of
+            `verify="order"` has started a recorder, that one and its capacity are used.
     """
     if is_on():
         return
@@ -55,9 +56,9 @@ def stop() -> None:
 
 
 def step(number: int) -> None:
-    """Note that a training step begins; nothing happens while this process does not record.
+    """Note that a training step begins, if this process records.
 
-    `commgrid trace DIR --steps` says how long each rank has waited in each step.
+    `commgrid trace DIR --steps` shows how long each rank has waited in each step.
     """
     recording = recorder.current()
     if recording is not None:
@@ -71,7 +72,7 @@ def is_on() -> bool:
 
 
 def recorded() -> Trace:
-    """This rank's calls.
+    """Return this rank's calls.
 
     Raises:
         CommGridError: nothing was ever recorded.
@@ -83,17 +84,17 @@ def _recorder() -> recorder.Recorder:
     found = recorder.current() or next(iter(_kept), None)
     if found is None:
         raise CommGridError(
-            "nothing was recorded; commgrid.initialize(trace=True), COMMGRID_TRACE=1 or "
-            "commgrid.trace.start() begins to"
+            "nothing was recorded; start with commgrid.initialize(trace=True), COMMGRID_TRACE=1 or "
+            "commgrid.trace.start()"
         )
     return found
 
 
 def summary(most: int = 30) -> str:
-    """This rank's calls by group, operation and place: how many, bytes, seconds, share.
+    """Return a table of this rank's calls by group, operation and place.
 
     Args:
-        most: lines.
+        most: number of rows.
 
     Raises:
         CommGridError: nothing was ever recorded.
@@ -111,7 +112,7 @@ def summary(most: int = 30) -> str:
 
 
 def save(folder: str | Path) -> Path:
-    """Writes this rank's calls to `rank_00003.ring` in a folder, which is made if need be.
+    """Write this rank's calls to `rank_00003.ring` in a folder, which is created if missing.
 
     Raises:
         CommGridError: nothing was ever recorded, or the file cannot be written.
