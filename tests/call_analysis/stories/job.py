@@ -167,6 +167,7 @@ def run(
     """Run a program as one rank, up to the exit handlers of its process."""
     warnings.simplefilter("ignore", FutureWarning)  # torch renames some of its functions
     faulthandler.unregister(signal.SIGUSR1)  # the harness's own, in which `dump` would not write
+    os.chdir(folder)  # where a rank that records in memory writes when it is asked for a dump
     here = Here(rank, size, Path(folder), order)
     os.chdir(folder)  # where a rank without a folder for its records writes them when it is asked
     here.path("pid", rank).write_text(str(os.getpid()))
