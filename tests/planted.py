@@ -695,7 +695,7 @@ MUTANTS = (
     Mutant(
         "a grid that has failed is looked up as before",
         "commgrid/runtime/live_groups.py",
-        "self._groups.clear()  # so that no look-up has to ask",
+        "self._groups.clear()  # so that no look-up has to check",
         "pass",
         ("tests/store/test_gate.py::test_a_rank_that_never_comes_to_a_first_call",),
     ),

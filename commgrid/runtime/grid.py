@@ -182,7 +182,7 @@ class HyperCommGrid(LiveGroups):
                 deadline=deadline,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
                 beforehand=None if watch is None else watch.tell_address,
-                let_go=lambda: ended_groups.abort_all(self._let_go(), tell=False),
+                let_go=lambda: ended_groups.abort_all(self._release_all(), tell=False),
             ) as rendezvous:
                 under_way.append(rendezvous)
                 if unwatched is not None:
@@ -207,7 +207,7 @@ class HyperCommGrid(LiveGroups):
             self._watch = watch
             with suppress(RuntimeError):
                 # To destroy could wait for ranks that are gone.
-                ended_groups.abort_all(self._let_go(), tell=False)
+                ended_groups.abort_all(self._release_all(), tell=False)
             raise
 
     def _wake_waiting(self, why: str, late: bool, under_way: list[Rendezvous]) -> None:
@@ -217,7 +217,7 @@ class HyperCommGrid(LiveGroups):
         """
         for rendezvous in under_way:
             rendezvous.interrupt(why, late)
-        self.fail(why, late)
+        self.note_failure(why, late)
         groups = [c.group for c in self._communicators]
         connecting = [] if under_way else [each for each in groups if is_connecting(each)]
         for group in groups:

@@ -1,4 +1,4 @@
-"""LiveGroups: the communicators that a grid holds, and how it lets go of them."""
+"""Live groups: the communicators of a grid, from their creation to their end."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PeerFailure(NamedTuple):
 
 
 class LiveGroups(NamedGroups):
-    """The communicators of a grid: added one by one as it starts, all let go as it ends.
+    """The communicators of a grid: added one by one as it starts, released together as it ends.
 
     Args:
         name, spec, rank: see `NamedGroups`.
@@ -141,7 +141,7 @@ class LiveGroups(NamedGroups):
 
     def _hear(self, text: str, late: bool) -> None:
         """Take a failure from a gate, and tell the other ranks."""
-        self.fail(text, late)
+        self.note_failure(text, late)
         if self._watch is not None:
             self._watch.post(text, late)
 
@@ -161,10 +161,10 @@ class LiveGroups(NamedGroups):
         if self._meshes is not None:
             self._meshes.replace(group)
 
-    def fail(self, text: str, late: bool) -> None:
-        """Note that a rank is gone: from now on it is an error to look up a group.
+    def note_failure(self, text: str, late: bool) -> None:
+        """Note that a rank has failed, so that looking up a group raises from now on.
 
-        A call that was ended has returned numbers that no rank has sent, without an error on NCCL.
+        On NCCL a call that was aborted returns without an error, and its result is undefined.
 
         Args:
             text: which rank, and what is known of it.
@@ -172,18 +172,19 @@ class LiveGroups(NamedGroups):
         """
         if self._failure is None:
             self._failure = PeerFailure(text, late)
-            self._groups.clear()  # so that no look-up has to ask
+            self._groups.clear()  # so that no look-up has to check
 
     def refuse_if_failed(self) -> None:
-        """Raise the failure that this rank has learnt of; collectives of before are undefined.
+        """Raise the failure of another rank that this rank knows of.
 
         Raises:
             PeerFailedError, PeerTimeoutError: a rank is gone, or late.
         """
-        if self._failure is not None and not self._destroyed:
-            kind = PeerTimeoutError if self._failure.late else PeerFailedError
+        failure = self.failure
+        if failure is not None and not self._destroyed:
+            kind = PeerTimeoutError if failure.late else PeerFailedError
             raise kind(
-                f"{self._failure.text}; grid {self._name!r} is of no use since: call "
+                f"{failure.text}; grid {self._name!r} cannot be used any more: call "
                 "commgrid.rebuild, or commgrid.destroy and commgrid.initialize"
             )
 
@@ -200,10 +201,11 @@ class LiveGroups(NamedGroups):
         self._destroy(at_exit=False)
 
     def _destroy(self, at_exit: bool) -> None:
-        self._tell_over()  # before connections close, by which ranks that wait for this one notice
-        torch_groups.destroy_all(self._let_go(), at_exit)
+        self._announce_end()  # before connections close, which wakes ranks that wait
+        torch_groups.destroy_all(self._release_all(), at_exit)
 
-    def _tell_over(self) -> None:
+    def _announce_end(self) -> None:
+        """Tell ranks that wait for this one that the grid has ended here."""
         if not self._owns_groups or not self._communicators or not self.is_alive:
             return
         ranks = tuple(sorted(self._spec.grid_ranks))
@@ -224,21 +226,21 @@ class LiveGroups(NamedGroups):
         self.abort_after_failure()
 
     def abort_after_failure(self) -> None:
-        """As `abort`, without telling the other ranks, which learn of the failure otherwise."""
+        """Destroy the grid as `abort` does, without telling the other ranks."""
         by_pairs = self._connected_by_pairs()
-        groups = self._let_go()
+        groups = self._release_all()
         self._addresses = torch_groups.addresses(groups)
         ended_groups.abort_all(groups, by_pairs)
 
     def forget_addresses(self) -> None:
-        """Delete the addresses that `abort` has left at the store, if it has not gone meanwhile."""
+        """Delete the addresses that `abort` has left at the store, if the store still exists."""
         torch_groups.forget_addresses(self._addresses)
         self._addresses = []
 
     def _connected_by_pairs(self) -> set[ProcessGroup]:
         return {c.group for c in self._communicators if not c.connected}
 
-    def _let_go(self) -> list[ProcessGroup]:
+    def _release_all(self) -> list[ProcessGroup]:
         self._destroyed = True
         watch, self._watch = self._watch, None
         if watch is not None:

@@ -137,7 +137,7 @@ def _or_destroyed(grid: LiveGroups) -> Iterator[None]:
         yield
     except BaseException as error:
         with suppress(RuntimeError):  # all wait at the store, and none in a collective
-            ended_groups.abort_all(grid._let_go(), tell=False)
+            ended_groups.abort_all(grid._release_all(), tell=False)
         error.add_note("commgrid: the grid was destroyed on this rank; initialize makes another")
         raise
 

@@ -81,7 +81,7 @@ FILLED_IN = {
 BY_NO_CALL = [
     "… is suspended; call grid.resume() on all ranks of the grid first",
     "this is a communicator of grid … before it was rebuilt",
-    "…; grid … is of no use since",
+    "…; grid … cannot be used any more",
     "… did not come to the first call on … within … s",
     "rank … came too late to the first call on …",
     "all members came to the first call on …, and the first of them did not write the id",

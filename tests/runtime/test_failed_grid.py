@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import commgrid
 from commgrid import HyperCommGrid
 from commgrid.collectives import all_reduce
 from commgrid.data_parallel import GradientReducer
-from commgrid.errors import GridDestroyedError, PeerFailedError
+from commgrid.errors import GridDestroyedError, PeerFailedError, PeerTimeoutError
 from commgrid.failures import named_failures
 from commgrid.pipeline import Pipeline
 from commgrid.tensor_parallel import ColumnParallelLinear
@@ -75,7 +76,23 @@ def test_look_ups_layers_and_reducers_raise() -> None:
         assert len(found) == 9
         for said in found:
             assert LOST in said
-            assert "grid 'default' is of no use since: call commgrid.rebuild" in said
+            assert "grid 'default' cannot be used any more: call commgrid.rebuild" in said
+
+
+@pytest.mark.parametrize(("late", "kind"), [(False, PeerFailedError), (True, PeerTimeoutError)])
+def test_what_the_watch_alone_knows_is_raised_too(late: bool, kind: type[Exception]) -> None:
+    """The watch notes a failure before it wakes the grid's groups."""
+    grid = commgrid.initialize()
+    try:
+        grid.refuse_if_failed()
+        seen: Any = SimpleNamespace(failure=LOST, late=late, close=lambda: None)
+        grid._watch = seen
+        with pytest.raises(kind, match=LOST):
+            grid.refuse_if_failed()
+        assert grid.failure == (LOST, late)
+    finally:
+        commgrid.shutdown()
+    grid.refuse_if_failed()  # a destroyed grid has errors of its own
 
 
 def caught_and_rebuilt() -> tuple[float, str]:

@@ -243,7 +243,7 @@ def first_call(absent: int, how: str) -> tuple[str, str]:
             kind, told = type(error).__name__, str(error)
     else:
         until(lambda: "tp" not in grid._groups, "another rank names this one")
-        with pytest.raises(PeerTimeoutError, match="is of no use since"):
+        with pytest.raises(PeerTimeoutError, match="cannot be used any more"):
             grid.get_group("tp")
     meet(rank, 4)
     return kind, told
