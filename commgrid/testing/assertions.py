@@ -1,6 +1,6 @@
-"""Assertions about a training function: the same on every grid, and that all ranks finish.
+"""Assertions about a training function: equal results on every grid, and that all ranks finish.
 
-They are `commgrid audit` and `commgrid verify` for a function, to be called in a test.
+They do in a test what `commgrid audit` and `commgrid verify` do with a script.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from commgrid.torch_compat import world as torch_world
 
 
 class GridsDiffer(AssertionError):
-    """A program computes something else on one grid than on the first."""
+    """A program's results on a grid differ from those on the first grid."""
 
 
 class RanksWait(AssertionError):
-    """Ranks of a grid would wait for ever."""
+    """Ranks of a grid would never finish."""
 
 
 def same_on_grids(
@@ -43,18 +43,18 @@ def same_on_grids(
     same_weights: bool = False,
     timeout: float = 100.0,
 ) -> None:
-    """Assert that a training function computes the same on every grid.
+    """Assert that a training function has the same results on every grid.
 
-    It is run on each grid in processes of its own, over gloo, and ended after its steps. Losses,
-    inputs, weights, gradients and buffers are compared with those of the first grid, step by step.
+    Each grid runs the function in its own processes, over gloo, and ends it after `steps` steps.
+    Losses, inputs, weights, gradients and buffers are compared with the first grid's at each step.
 
     Args:
         train: calls `commgrid.initialize`, which takes each grid's sizes instead of its own, and
             trains with an optimizer of `torch.optim`. It takes the same batches on every grid,
-            shared out over dp.
-        grids: sizes such as `dp=1`, `tp=2`, `dp=2 cp=2`; the first is what is right.
-        steps: optimizer steps.
-        args: of `train`.
+            sharded over dp.
+        grids: sizes such as `dp=1`, `tp=2`, `dp=2 cp=2`; the first is the reference.
+        steps: number of optimizer steps.
+        args: arguments of `train`.
         tolerance: relative, of norms; None: 1e-9 for fp64 weights, 1e-4 for fp32 ones.
         same_weights: begin with the first grid's weights, if `train` draws others on other grids.
         timeout: seconds for each grid.
@@ -80,7 +80,7 @@ def same_on_grids(
         >>> same_on_grids(train, ["tp=1", "tp=2"])
     """
     if len(grids) < 2:
-        raise SpecError(f"grids={list(grids)}: expected two or more, the first of which is right")
+        raise SpecError(f"grids={list(grids)}: expected two or more, the first as the reference")
     if steps < 1:
         raise SpecError(f"steps={steps}: expected 1 or more")
     parsed = [_parsed(text) for text in grids]
@@ -114,15 +114,15 @@ def grids(
     axes: Sequence[str] = ("dp", "tp", "pp"),
     sizes: Sequence[int] = (1, 2, 4, 8),
 ) -> list[str]:
-    """Every grid of some axes with at most so many ranks, the one of a single rank first.
+    """Return every grid of some axes up to a number of ranks, that of one rank first.
 
     Args:
-        max_ranks: of a grid.
-        axes: their names.
-        sizes: that an axis may have.
+        max_ranks: number of ranks of a grid at most.
+        axes: names of the axes.
+        sizes: allowed sizes of an axis besides 1.
 
     Raises:
-        SpecError: a number below 1, or no axis.
+        SpecError: a number below 1, no axis, or an axis given twice.
 
     Example:
         >>> grids(4, axes=("dp", "tp"))
@@ -132,6 +132,11 @@ def grids(
         raise SpecError(
             f"grids(max_ranks={max_ranks}, axes={tuple(axes)}, sizes={tuple(sizes)}): expected "
             "numbers of 1 or more, and an axis"
+        )
+    twice = [axis for place, axis in enumerate(axes) if axis in axes[:place]]
+    if twice:
+        raise SpecError(
+            f"grids(axes={tuple(axes)}): {twice[0]!r} is given twice; expected each axis once"
         )
     return [
         " ".join(f"{axis}={n}" for axis, n in zip(axes, each, strict=True) if n > 1)
@@ -163,17 +168,17 @@ def finishes(
     Args:
         train: as for `same_on_grids`.
         grid: sizes such as `tp=4 pp=2`.
-        world_size: ranks; dp is what the sizes leave. None: as many as the sizes make.
-        backend: whose rules, "nccl" or "gloo"; or "strict", as if each call were waited for.
-        args: of `train`.
-        ranks: which are looked at; None: all. Calls that involve another rank are ignored.
-        timeout: seconds for all of them.
+        world_size: number of ranks, from which dp is derived. None: the product of the sizes.
+        backend: "nccl" or "gloo", whose rules apply; or "strict": every call blocks.
+        args: arguments of `train`.
+        ranks: ranks to check; None: all. Calls that involve another rank are ignored.
+        timeout: seconds for all ranks together.
 
     Raises:
         RanksWait: names the calls that wait for each other, or that a rank never issues; or a
-            group that ranks make in different orders.
+            group that ranks create in different orders.
         CommGridError: `train` failed on a rank, or took too long; or a grid is up in this process.
-        SpecError: a grid that cannot be, or another backend.
+        SpecError: an impossible grid, or an unknown backend.
 
     Example:
         >>> import torch, commgrid

@@ -104,6 +104,8 @@ def test_wrong_arguments() -> None:
         finishes(train, "tp=3", world_size=8)
     with pytest.raises(SpecError, match="expected numbers of 1 or more, and an axis"):
         grids(0)
+    with pytest.raises(SpecError, match=r"'tp' is given twice; expected each axis once"):
+        grids(4, axes=("tp", "dp", "tp"))
 
 
 def test_every_grid() -> None:
@@ -111,6 +113,7 @@ def test_every_grid() -> None:
     assert found[0] == "dp=1"
     assert len(found) == len(set(found)) == 20  # exponents of 2 that add up to 3 at most
     assert "dp=2 tp=2 pp=2" in found
+    assert grids(4, axes=("dp", "tp"), sizes=(3,)) == ["dp=1", "tp=3", "dp=3"]  # 1 besides
     assert grids(4, axes=("dp", "tp"), sizes=(1, 3)) == ["dp=1", "tp=3", "dp=3"]
 
 
