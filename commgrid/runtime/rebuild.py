@@ -22,7 +22,7 @@ from commgrid.layout.rank_text import describe_ranks, unpack
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, Rebuilt, refit
-from commgrid.recording import live
+from commgrid.recording import order_check
 from commgrid.rendezvous.membership import LateError, Membership, Subject
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.runtime.grid import HyperCommGrid
@@ -313,7 +313,7 @@ class _Rebuild:
             return HyperCommGrid(
                 spec, name=name, backend=verdict["backend"], timeout=verdict["timeout"],
                 startup_timeout=max(left * _SHARE, timeouts().answer), watch=verdict["watch"],
-                before_ready=partial(live.observe, verdict["trace"], verdict["verify"]),
+                before_ready=partial(order_check.observe, verdict["trace"], verdict["verify"]),
             )  # fmt: skip
         except (PeerTimeoutError, PeerFailedError) as error:
             raise _AttemptError(f"rebuild: {error}") from error

@@ -20,7 +20,7 @@ from commgrid.planning.plan import GroupPlan
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml_keys import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
-from commgrid.recording import live
+from commgrid.recording import order_check
 from commgrid.rendezvous.timeouts import Seconds, Timeouts, as_seconds, use_timeouts
 from commgrid.rendezvous.timeouts import timeouts as current_timeouts
 from commgrid.runtime.grid import HyperCommGrid
@@ -124,7 +124,7 @@ def initialize(
     """
     deadline = time.monotonic() + as_seconds("startup_timeout", startup_timeout)
     limit = None if timeout is None else as_seconds("timeout", timeout)
-    live.check_argument(verify)
+    order_check.check_argument(verify)
     if not isinstance(timeouts, Timeouts | None):
         raise SpecError(f"timeouts={timeouts!r}: expected a commgrid.Timeouts")
     use_timeouts(timeouts or current_timeouts())
@@ -155,7 +155,7 @@ def initialize(
             left = deadline - time.monotonic()
             grid = HyperCommGrid(
                 spec, name=name, backend=backend, timeout=timeout, startup_timeout=max(left, 1e-3),
-                watch=watch, before_ready=partial(live.observe, trace, verify),
+                watch=watch, before_ready=partial(order_check.observe, trace, verify),
             )  # fmt: skip
         except NotInGridError as error:
             if _registry.started_world:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
 from commgrid.recording import recorder
-from commgrid.recording.live import OrderCheck
+from commgrid.recording.order_check import OrderCheck
 from commgrid.recording.recorder import Recorder
 from commgrid.torch_compat import interposer as torch_calls
 from tests.benchmarks.report import Row, compare, main, run_on_ranks

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from commgrid.call_records.operations import Alike
 from commgrid.recording.counterpart import KEPT, Counterpart, Words
-from commgrid.recording.live import OrderCheck
+from commgrid.recording.order_check import OrderCheck
 from commgrid.recording.order_store import OrderStore
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import PatientStore

@@ -9,7 +9,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "commgrid"
 MEETING = ("runtime", "transfer", "bridge")
 """Folders whose code waits for other ranks, beside `rendezvous`."""
-BESIDE_TIMEOUTS = {"recording/live.py": 1}
+BESIDE_TIMEOUTS = {"recording/order_check.py": 1}
 """Durations that are not in `Timeouts`: one of `verify="order"`, which waits on one host alone."""
 WAITS = {"sleep", "join", "wait", "is_over", "acquire", "create_connection", "timedelta", "select"}
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import commgrid
 from commgrid import CommGridError, GridMismatchError, SpecError
-from commgrid.recording.live import MOMENT
+from commgrid.recording.order_check import MOMENT
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import interposer as torch_calls
 from tests.waiting import until
@@ -70,7 +70,7 @@ def ended(grid: Any) -> None:
 
 
 LINES = [
-    f"test_live.py:{inspect.getsourcelines(two_names)[1] + i} two_names"
+    f"test_order_check.py:{inspect.getsourcelines(two_names)[1] + i} two_names"
     for i, line in enumerate(inspect.getsourcelines(two_names)[0]) if line.endswith("# <-\n")
 ]  # fmt: skip
 

@@ -18,11 +18,11 @@ from torch.distributed import batch_isend_irecv  # by name, before anything list
 
 import commgrid
 from commgrid import GridMismatchError
-from commgrid.recording import live
+from commgrid.recording import order_check
 from commgrid.testing import run_on_ranks
 from tests.waiting import until
 
-LONG = 2.6 * live.MOMENT
+LONG = 2.6 * order_check.MOMENT
 """Seconds after which ranks that wait have looked at what others do, and have asked them."""
 
 
@@ -259,4 +259,6 @@ def test_ranks_that_wait_in_a_circle_are_told_on_each_once() -> None:
     for text in run_on_ranks(circle, 3, backend=None, launcher="torchrun", timeout=60):
         assert text.startswith("deadlock: ranks 0-2 wait for each other: "), text
         for rank, name in enumerate("abc"):
-            assert f"rank {rank} waits in {name} all_reduce 0 at test_live_correct.py" in text
+            assert (
+                f"rank {rank} waits in {name} all_reduce 0 at test_order_check_correct.py" in text
+            )
