@@ -1,4 +1,4 @@
-"""`commgrid dump --all-hosts`: calls of ranks that another host has, through the job's store."""
+"""What `commgrid dump` gathers: calls of ranks on other hosts, and torch's own calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_ranks_of_other_hosts_are_asked(
     )
     said = capfd.readouterr().out.replace(f"{tmp_path}/dump", "commgrid_dump")
     blocks = pages.blocks(pages.DOCS / "debugging.md", "text")
-    (shown,) = [each.text for each in blocks if "test_all_hosts" in each.comment]
+    (shown,) = [each.text for each in blocks if "other_hosts" in each.comment]
     if is_whole:
         shown = shown.replace("calls of ranks 0-2", "calls of ranks 0-3", 1)
         shown = re.sub(r".* rank 3: .*\n(.*) rank 2:", r"\1 ranks 2-3:", shown)
@@ -60,3 +60,23 @@ def test_ranks_of_other_hosts_are_asked(
     assert [[call.operation for call in trace.calls] for trace in traces[:3]] == [
         [], ["all_reduce"], ["all_reduce"],
     ]  # fmt: skip
+
+
+def test_a_job_without_a_trace(tmp_path: Path) -> None:
+    """The page's program, in which rank 1 asks for the dump at the line where it hangs."""
+    page = pages.DOCS / "debugging.md"
+    pages.save_files(page, tmp_path)
+    program, sleeps = tmp_path / "late.py", "time.sleep(600)"
+    text = program.read_text()
+    assert text.count(sleeps) == 1
+    dump = "[sys.executable, '-m', 'commgrid', 'dump', '--pid', str(os.getpid())]"
+    asks = f"import os, subprocess, sys; time.sleep(3); subprocess.run({dump})"
+    program.write_text(text.replace(sleeps, asks))
+    said, errors = pages.in_shell(
+        "torchrun --standalone --nproc-per-node 2 late.py; commgrid diagnose commgrid_dump",
+        tmp_path,
+    )
+    (shown,) = [
+        each.text for each in pages.blocks(page, "text") if "without_a_trace" in each.comment
+    ]
+    assert pages.normal(said) == pages.normal(shown), said + errors

@@ -17,9 +17,9 @@ _EXAMPLES = """examples:
   commgrid dump                                 (while it hangs, also without a trace)
   commgrid diagnose runs/trace
 
-The first line is the cause; `also:` are further ones, `then:` who waits for them. Exit status: 0
-where nothing is wrong, 1 where something is, 2 where the folder cannot be read, 3 where records of
-ranks are missing that would tell.
+The first line is the cause; `also:` lines are further causes, `then:` lines are ranks that wait
+because of them. Exit status: 0: no fault found in the records; 1: a fault is found; 2: the folder
+cannot be read; 3: undecided, the ranks waited for left no trace, or are silent.
 """
 
 

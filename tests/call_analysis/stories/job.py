@@ -1,14 +1,14 @@
-"""A job of real ranks, looked at by every command: while it runs, once it has ended, and killed.
+"""A job of real ranks, examined by every command: while it runs, after its end, and killed.
 
-A program is a function of `Here`, which each rank runs in a process of its own. Where it says
-`here.now()`, all ranks stand still in their own code and the test looks:
+A program is a function of `Here`. Each rank runs it in its own process. In `here.now()` all ranks
+pause in their own code, and the test runs the commands:
 
     running     commgrid diagnose TRACE · verify TRACE · dump, then diagnose · diagnose() on a rank
-    killed      the folder as it is now, read once all have ended
+    killed      a copy of the folder, read after the end of all ranks
     ended       commgrid diagnose TRACE · verify TRACE
 
-Nothing waits at that time, so that a wait of any length is one too many. Processes meet through
-files, which no record knows of.
+No rank waits for another in a call at that time: any wait that a command reports is an error.
+Processes meet through files, without a recorded call.
 """
 
 from __future__ import annotations
@@ -48,17 +48,16 @@ Program = Callable[["Here"], object]
 
 @dataclass(frozen=True)
 class Story:
-    """A program, and what is to be said of it.
+    """A program, and the expected result of the commands.
 
     Args:
-        function: it.
+        function: the program.
         size: number of ranks.
         culprits: the ranks at fault; none: it is correct.
-        killed: ranks that a signal ends in a program that goes on without them.
-        open: whether records are missing, or do not tell which calls belong together, so that a
-            command may say so.
-        nccl: whether NCCL would run it too, which knows no tags and no sources that are open.
-        trace: whether the job records; else torch alone does, and `commgrid dump` asks it.
+        killed: ranks ended by a signal; the program continues without them.
+        open: whether a command may answer "undecided": records are missing, or do not match calls.
+        nccl: whether NCCL would run it too; NCCL has no tags and no receive from any source.
+        trace: whether the job records; if not, `commgrid dump` takes torch's records.
     """
 
     function: Program
@@ -72,11 +71,11 @@ class Story:
 
 @dataclass
 class Here:
-    """The place of a rank in a job.
+    """One rank's view of the job.
 
     Args:
-        rank, size: of the job.
-        folder: where all ranks leave files.
+        rank, size: this rank, and the number of ranks.
+        folder: for the files of all ranks.
         order: whether grids compare calls while they are issued.
     """
 
@@ -89,7 +88,7 @@ class Here:
 
     @property
     def trace(self) -> Path:
-        """The folder of the records."""
+        """Folder of the records."""
         return self.folder / "trace"
 
     def grid(self, **how: Any) -> Any:
@@ -108,11 +107,11 @@ class Here:
         )
 
     def mark(self, name: str) -> None:
-        """Say that this rank has come somewhere."""
+        """Announce that this rank has reached a place."""
         self.path(name, self.rank).write_text("")
 
     def hear(self, name: str, rank: int) -> None:
-        """Wait until a rank has come somewhere."""
+        """Wait until a rank has reached a place."""
         until(self.path(name, rank).exists, f"rank {rank} comes to {name}")
 
     def path(self, name: str, rank: int) -> Path:
@@ -121,11 +120,11 @@ class Here:
     def now(
         self, ask: int | None = None, ranks: Sequence[int] | None = None, open: bool = False
     ) -> None:
-        """Stand still until the job was looked at.
+        """Pause until the commands have run.
 
         Args:
-            ask: the rank that calls `commgrid.diagnose()` meanwhile; None: none does.
-            ranks: that come here; None: all.
+            ask: the rank that calls `commgrid.diagnose()` meanwhile; None: no rank.
+            ranks: the pausing ranks; None: all.
             open: whether other threads wait meanwhile.
         """
         every = range(self.size) if ranks is None else ranks
@@ -144,8 +143,10 @@ class Here:
         until((self.folder / f"look-{number}.done").exists, "the job was looked at")
 
     def hangs(self) -> None:
-        """Say that this rank's next calls do not end. When all ranks have come there, or have
-        ended, the job is looked at and then told to stop."""
+        """Announce that this rank's next calls do not end.
+
+        When all living ranks have announced it, the commands run, and the job is stopped.
+        """
         self.mark("hangs")
 
     def die(self) -> None:
@@ -153,7 +154,7 @@ class Here:
 
 
 def asked() -> list[dict[str, Any]]:
-    """Return what `commgrid.diagnose()` finds wrong; a living rank that is silent is that too."""
+    """Return the causes of `commgrid.diagnose()`; a silent living rank is one too."""
     for _ in range(10):  # a rank answers once its thread has come to listen
         found = commgrid.diagnose(timeout=3.0, patience=0.0)
         if not found.missing:
@@ -174,14 +175,14 @@ def run(
     try:
         function(here)
     except BaseException as error:
-        sys.last_value = error  # as the interpreter has it while exit handlers run
+        sys.last_value = error  # set by the interpreter while exit handlers run
         raise
     here.meet("end", sorted({*range(size)} - {*killed}))  # the store of gloo is rank 0's
     commgrid.shutdown()
 
 
 def said(*words: str | Path) -> tuple[int, str]:
-    """Run a command; return its status and what it says."""
+    """Run a command; return its status and output."""
     text = io.StringIO()
     with redirect_stdout(text), redirect_stderr(text):
         status = main([str(word) for word in words])
@@ -193,13 +194,13 @@ class Look:
     """Output of a command.
 
     Args:
-        command: which, and when.
+        command: its name, and when it ran.
         status: its exit status.
-        text: all of it.
+        text: all of the output.
         causes: kind and ranks of each finding of a diagnosis.
-        open: whether threads or calls under way waited at that time for ranks that could still
-            come, which a command may say.
-        cut: whether the ranks had not ended by themselves, so that their last calls are half ones.
+        open: whether threads waited at that time for ranks that could still come; a command may
+            report these waits.
+        cut: whether the ranks had not ended by themselves: their last calls may be unfinished.
     """
 
     command: str
@@ -210,10 +211,10 @@ class Look:
     cut: bool = True
 
     def accuses(self, story: Story) -> bool:
-        """Whether it says that a correct program is wrong.
+        """Whether the command accuses a correct program.
 
-        On a busy machine a rank may be slow. A program of which the last calls are not known, or
-        that has not ended, may be one that cannot be judged.
+        On a busy machine a rank may be slow. "Undecided" is allowed if the program has not ended or
+        its last calls are not known.
         """
         fine = {"slow rank"}
         if self.open:
@@ -231,12 +232,12 @@ class Look:
 
 @dataclass
 class Job:
-    """A run of a story, and what the commands have said of it.
+    """A run of a story, and the output of the commands.
 
     Args:
         order: whether grids compare calls while they are issued.
-        stop: the signal that all ranks get after the first look, as from a launcher.
-        sigterm: whether the ranks are told to stop when one has ended, as launchers do.
+        stop: signal for all ranks after the first look, as from a launcher.
+        sigterm: whether all ranks get SIGTERM after the end of one, as from a launcher.
     """
 
     story: Story
@@ -254,7 +255,7 @@ class Job:
 
     @property
     def accusations(self) -> str:
-        """Accusations of a correct program, in short."""
+        """Accusations of a correct program, shortened."""
         told: dict[str, list[str]] = {}
         for each in self.looks:
             if each.accuses(self.story):
@@ -263,7 +264,7 @@ class Job:
         return "\n".join(f"{'; '.join(commands)}: {text}" for text, commands in told.items())
 
     def run(self) -> Ranks:
-        """Run it to its end, and look at what it leaves."""
+        """Run the program to its end, then the commands on its records."""
         self.folder.mkdir(exist_ok=True)
         ranks = Ranks(
             run, self.story.size, self.story.function, self.story.size, self.story.killed,
@@ -284,7 +285,7 @@ class Job:
         return ranks
 
     def _attend(self, ranks: Ranks) -> None:
-        """Look whenever the program asks to, until a rank has ended."""
+        """Run the commands at each pause of the program, until a rank has ended."""
         asked: set[Path] = set()
         stay = set(range(self.story.size)) - set(self.story.killed)
         while ranks.living() and (stay <= set(ranks.living()) or not self.sigterm):
@@ -337,7 +338,7 @@ class Job:
         self.look("dumped", folder, is_open)
 
     def look(self, when: str, folder: Path, is_open: bool, cut: bool = True) -> None:
-        """Have the commands read a folder."""
+        """Run the commands on a folder."""
         patience = LONG if self.stop is not None and when == "ended" else 0.0
         status, text = said("diagnose", folder, "--patience", f"{patience:g}", "--json")
         if status == 2:
@@ -379,11 +380,11 @@ def _ways(short: bool, further: Sequence[str]) -> list[Any]:
 
 
 def correct(**story: Any) -> Callable[[Program], Test]:
-    """Make a test of a program that no command may accuse, and that nothing may end.
+    """Make a test of a correct program: no command accuses it, and it runs to its end.
 
     Args:
-        story: of `Story`; `order=False`: it is not run with `verify="order"`; `untraced=True`: it
-            is also run without a trace; `short=True`: short runs have it.
+        story: arguments of `Story`; `order=False`: not run with `verify="order"`; `untraced=True`:
+            run without a trace too; `short=True`: part of short runs.
     """
     order = story.pop("order", True)
     further = [*(["order"] if order else []), *(["untraced"] if story.pop("untraced", 0) else [])]
@@ -412,12 +413,12 @@ def wrong(
     """Make a test of a program with a bug: every diagnosis names a rank at fault first.
 
     Args:
-        culprits: the ranks that may be named; the first cause names no other.
-        circle: whether it may, as one of a circle that has them all.
-        live: whether `verify="order"` ends the program, with an error that names one of them.
-        verify: whether `commgrid verify` sees it too.
-        untraced: whether it is found without a trace too, from what torch records.
-        story: of `Story`; `short=True`: short runs have it.
+        culprits: the ranks at fault; the first cause names no other rank.
+        circle: whether the first cause may name other ranks of a circle with all culprits.
+        live: whether `verify="order"` ends the program with an error that names a culprit.
+        verify: whether `commgrid verify` finds the bug too.
+        untraced: whether the bug is found in torch's records alone, too.
+        story: arguments of `Story`; `short=True`: part of short runs.
     """
     further = [*(["order"] if live else []), *(["untraced"] if untraced else [])]
     ways = _ways(story.pop("short", False), further)
