@@ -616,7 +616,7 @@ MUTANTS = (
     ),
     Mutant(
         "every box of an audited tensor lies at its beginning",
-        "commgrid/audit/assemble.py",
+        "commgrid/audit/records.py",
         "slice(b, b + n) for b, n",
         "slice(0, n) for b, n",
         (

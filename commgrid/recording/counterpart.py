@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from commgrid.call_records.call import Group
 from commgrid.call_records.operations import TRANSFERS, Alike
+from commgrid.torch_compat.interposer import Arguments
 
 KEPT = 1024
 """Calls that are held against the other's, the last ones."""
@@ -79,9 +79,21 @@ class Counterpart:
         return f"{self.way} {turn}"
 
 
-def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Whether torch accepts tensors together."""
-    return len(tensors) < 2 or len({(each.dtype, each.device) for each in tensors}) == 1
+_ACCEPTED = (
+    torch.float64, torch.float32, torch.float16, torch.bfloat16,
+    torch.int64, torch.int32, torch.int8, torch.uint8,
+)  # fmt: skip
+_REDUCTIONS = ("", "SUM", "PRODUCT", "MIN", "MAX")
+
+
+def is_accepted(made: Arguments) -> bool:
+    """Whether torch is sure to issue a call on gloo, by its tensors and its reduction."""
+    kinds = {(each.dtype, each.device) for each in made.tensors}
+    return (
+        len(kinds) < 2
+        and all(dtype in _ACCEPTED for dtype, _ in kinds)
+        and made.reduction in _REDUCTIONS
+    )
 
 
 def way_of(group: Group, operation: str, mine: int, other: int, tag: int) -> int:
@@ -98,11 +110,11 @@ def number(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") | 1
 
 
-def as_mixed(digest: int) -> int:
-    """Digest of a call with tensors that torch does not accept together, an even number."""
+def as_uncertain(digest: int) -> int:
+    """Digest of a call that torch may refuse, an even number."""
     return digest - 1
 
 
-def is_mixed(digest: int) -> bool:
-    """Whether a digest is that of a call with tensors that torch does not accept together."""
+def is_uncertain(digest: int) -> bool:
+    """Whether a digest is that of a call that torch may refuse."""
     return digest % 2 == 0

@@ -33,9 +33,9 @@ from commgrid.recording.counterpart import (
     TAKEN_BACK,
     Counterpart,
     Words,
-    as_mixed,
-    is_mixed,
-    is_plain,
+    as_uncertain,
+    is_accepted,
+    is_uncertain,
     number,
     way_of,
 )  # fmt: skip
@@ -162,7 +162,7 @@ class OrderCheck:
                     link.is_open = True
                     self._send_digest(link, ANY_SOURCE, 0)
             return None
-        digest = self._digest(made.alike, is_plain(made.tensors))
+        digest = self._digest(made.alike, is_accepted(made))
         for link in links:
             with self._lock:
                 link.add(begun.turn, digest)
@@ -185,19 +185,19 @@ class OrderCheck:
             self._send_digest(pair, 0, 1)
             self._read_until(lambda: 0 in pair.theirs or rank in self._gone, MOMENT)
 
-    def _digest(self, alike: Alike, plain: bool) -> int:
+    def _digest(self, alike: Alike, accepted: bool) -> int:
         """Eight bytes for the properties that must agree, the same in all processes.
 
         Args:
             alike: the properties.
-            plain: whether torch accepts the call's tensors together.
+            accepted: whether torch is sure to issue the call.
         """
         found = self._digests.get(alike)
         if found is None:
             if len(self._digests) >= KEPT:
                 self._digests.clear()
             found = self._digests[alike] = number(f"{tuple(alike)}")
-        return found if plain else as_mixed(found)
+        return found if accepted else as_uncertain(found)
 
     def _send_digest(self, link: Counterpart, turn: int, digest: int) -> None:
         try:
@@ -355,8 +355,10 @@ class OrderCheck:
         kind = difference(mine.alike, theirs.alike)
         if not kind:
             self._note_agreement(link.mine[turn], theirs.digest)
-        is_deadly = kind in ("other shape", "other size") and not (
-            is_mixed(link.mine[turn]) or is_mixed(theirs.digest)
+        is_deadly = kind in ("other shape", "other size", "other dtype") and (
+            0 not in (sizes := {mine.alike.size, theirs.alike.size})
+            and len(sizes) == 2
+            and not (is_uncertain(link.mine[turn]) or is_uncertain(theirs.digest))
         )
         if not kind or (made is not None and not is_deadly):
             return
