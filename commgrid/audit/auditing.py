@@ -16,7 +16,7 @@ from commgrid.audit.finding import Comparison, Divergence
 from commgrid.audit.observer import Observer
 from commgrid.errors import CommGridError, SpecError
 from commgrid.launching.local_ranks import Ranks
-from commgrid.launching.script import run_script, run_to_end
+from commgrid.launching.script import may_exit, run_script
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 
 _SHOWN = 8
@@ -221,5 +221,6 @@ def observed(
     """
     observer = Observer(folder, steps, beginning)
     observer.start()
-    run_to_end(function, *args)
+    with may_exit():
+        function(*args)
     observer.finish()

@@ -21,7 +21,7 @@ from torch.optim import optimizer as torch_optimizers
 
 from commgrid.errors import CommGridError, SpecError
 from commgrid.launching.local_ranks import Ranks
-from commgrid.launching.script import run_to_end
+from commgrid.launching.script import may_exit
 from commgrid.planning.audited import VARIABLE, AuditedGrid
 from commgrid.recording import recorder
 from commgrid.torch_compat import fake as torch_fake
@@ -132,7 +132,8 @@ def _rank(
 
     _after_updates(note)
     try:
-        run_to_end(run)
+        with may_exit():
+            run()
     except BaseException:
         if not noted.exists():
             raise

@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 
 def run_script(script: Path, flags: Sequence[str]) -> None:
@@ -24,13 +24,15 @@ def run_script(script: Path, flags: Sequence[str]) -> None:
     multiprocessing.set_start_method(None, force=True)  # a spawned rank has one already
     if not sys.flags.safe_path:  # under PYTHONSAFEPATH=1 the first entry is PYTHONPATH's
         sys.path[0] = str(script.resolve().parent)
-    run_to_end(runpy.run_path, str(script), None, "__main__")
+    with may_exit():
+        runpy.run_path(str(script), run_name="__main__")
 
 
-def run_to_end(program: Callable[..., object], *args: Any) -> None:
-    """Call a program's function, which may end by a return or by `sys.exit` with None or 0."""
+@contextmanager
+def may_exit() -> Iterator[None]:
+    """Inside the block, `sys.exit` with None or 0 ends the block, as it ends a program."""
     try:
-        program(*args)
+        yield
     except SystemExit as end:
         if end.code not in (None, 0):
             raise

@@ -355,9 +355,10 @@ class OrderCheck:
         kind = difference(mine.alike, theirs.alike)
         if not kind:
             self._note_agreement(link.mine[turn], theirs.digest)
-        is_deadly = kind in ("other shape", "other size", "other dtype") and (
-            0 not in (sizes := {mine.alike.size, theirs.alike.size})
-            and len(sizes) == 2
+        sizes = {mine.alike.size, theirs.alike.size}
+        is_deadly = (
+            (kind in ("other shape", "other size") or (kind == "other dtype" and theirs.is_issued))
+            and len(sizes - {0}) == 2
             and not (is_uncertain(link.mine[turn]) or is_uncertain(theirs.digest))
         )
         if not kind or (made is not None and not is_deadly):
