@@ -1,4 +1,4 @@
-"""Runs of programs in this process: a script as `python script` would run it, or a function."""
+"""Programs run in this process: a script as `python script` would run it, and its exit code."""
 
 from __future__ import annotations
 
