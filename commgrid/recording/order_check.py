@@ -397,8 +397,8 @@ class OrderCheck:
             self._grid.watch.post(f"rank {self._rank} has found that {text}")
 
     def _raise_posted_error(self, call: Issued) -> None:
-        """Raise the error that a rank has found in a call, or in what this rank waits for in it."""
-        found = self._at_store.error([link.event(call.begun.turn) for link in call.links])
+        """Raise the error that a rank has found in a call, in an earlier one, or in this wait."""
+        found = self._at_store.error([link.event(t) for link in call.links for t in [*link.mine]])
         if found is not None:
             self._at_store.note_raised(found.event)
             raise GridMismatchError(f"{found.text} (found on rank {found.finder})")

@@ -117,6 +117,7 @@ def operations(group: Any, rank: int) -> None:
 
 def roots(group: Any, rank: int) -> None:
     dist.broadcast(torch.ones(2), 1 if rank == 1 else 0, group=group)
+    dist.barrier(group)  # the root's broadcast may have ended
 
 
 def transfers(group: Any, rank: int) -> None:
