@@ -124,7 +124,8 @@ def names_of(root: nn.Module, grid: HyperCommGrid | None, of: str = "") -> dict[
                 last = str(number - 1)
             own[path] = ".".join(each for each in (own[parent], last) if each)
             around = modules[parent]
-            if last in _WRAPPERS and len(around._modules) == 1 and not around._parameters:
+            is_around = not [*around.parameters(False)] and len([*around.children()]) == 1
+            if last in _WRAPPERS and is_around:
                 own[path] = own[parent]
         found.setdefault(module, _global_expert(own[path], root, path, grid))
     return found
