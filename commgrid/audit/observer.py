@@ -169,7 +169,9 @@ class Observer:
         names = names_of(model, _grid(), own)
         first: dict[str, nn.Module] = {}
         for module, name in (*self._names.items(), *names.items()):
-            own_tensors = [*module.parameters(False), *module.buffers(False)]
+            # Megatron-core's DDP has an attribute `buffers`.
+            kinds = nn.Module.parameters, nn.Module.buffers
+            own_tensors = [tensor for kind in kinds for tensor in kind(module, False)]
             if own_tensors and first.setdefault(name, module) is not module:
                 self.about.twice.append(name)
             self._names.setdefault(module, name)

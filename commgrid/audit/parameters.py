@@ -124,7 +124,8 @@ def names_of(root: nn.Module, grid: HyperCommGrid | None, of: str = "") -> dict[
                 last = str(number - 1)
             own[path] = ".".join(each for each in (own[parent], last) if each)
             around = modules[parent]
-            is_around = not [*around.parameters(False)] and len([*around.children()]) == 1
+            own_weights = [*nn.Module.parameters(around, False)]
+            is_around = not own_weights and len([*nn.Module.children(around)]) == 1
             if last in _WRAPPERS and is_around:
                 own[path] = own[parent]
         found.setdefault(module, _global_expert(own[path], root, path, grid))
