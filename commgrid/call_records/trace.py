@@ -22,8 +22,7 @@ class Trace:
 
     Args:
         rank: which.
-        calls: in the order in which it issued them; without those that raised before they were
-            issued.
+        calls: in the order of issue; a call that raised before its issue is left out.
         dropped: how many earlier ones were not kept.
         groups: the communicators that the rank is a member of, as far as it has met them.
         batches: of messages that were started as one, by communicator and number: which batch.
