@@ -248,13 +248,13 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
     Raises:
         CheckpointError: there is none.
     """
-    saved = list(folders.complete(folders.local(folder))) if folder is not None else []
+    saved = next(folders.whole(folders.local(folder)), None) if folder is not None else None
     states: dict[str, list[Inventory]] = {}
     for each in told:
         states.setdefault(each.tag, []).append(each)
     lost: list[str] = []
     for tag, having in sorted(states.items(), key=lambda state: -state[1][0].step):
-        if saved and saved[-1] > having[0].step:
+        if saved and saved[0] > having[0].step:
             break
         if not missing(having, with_others=False):
             return _Chosen(tag, having[0].step, MEMORY)

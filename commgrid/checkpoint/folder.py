@@ -12,9 +12,12 @@ from __future__ import annotations
 import re
 import shutil
 import warnings
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from uuid import uuid4
 
+from commgrid.checkpoint.reader import Stored, missing_file
 from commgrid.checkpoint.writer import sync
 from commgrid.errors import CheckpointError, SpecError
 
@@ -40,32 +43,54 @@ def local(folder: str | Path) -> Path:
     return Path(folder).absolute()
 
 
+def whole(folder: Path) -> Iterator[tuple[int, Path]]:
+    """The complete checkpoints with all of their files, by step, the newest first."""
+    return ((step, path) for step, path in reversed(_named(folder).items()) if not half(path))
+
+
+def half(path: Path) -> str | None:
+    """What is missing in half a checkpoint; None: nothing, or that cannot be told."""
+    try:
+        known = (path / METADATA).stat()
+        return missing_file(path, _ends(path, known.st_mtime_ns, known.st_size))
+    except FileNotFoundError:
+        return f"{path} has no {METADATA}, which is written last"
+    except CheckpointError as error:
+        not_told = error.__cause__ is None or isinstance(error.__cause__, CheckpointError | OSError)
+        return None if not_told else str(error)
+    except (OSError, AttributeError, TypeError):  # others' metadata may name no files
+        return None
+
+
+@lru_cache(maxsize=64)
+def _ends(path: Path, changed: int, size: int) -> Mapping[str, int]:
+    """`Stored.ends` of a checkpoint whose metadata is of that age and size."""
+    return Stored(path).ends
+
+
+def warn_of_halves(folder: Path, last: int) -> None:
+    """Warn of folders with a step's name that are later than the last whole checkpoint."""
+    halves = [half(path) for step, path in _named(folder).items() if step > last]
+    if halves and halves[-1]:
+        warnings.warn(f"{halves[-1]}; it is skipped: copy it again, or delete it", stacklevel=3)
+
+
 def complete(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints, by step, ascending."""
-    return _named(folder, complete=True)
+    """The checkpoints that have metadata, by step, ascending; their files may be missing."""
+    return {step: path for step, path in _named(folder).items() if (path / METADATA).exists()}
 
 
-def warn_of_halves(folder: Path) -> None:
-    """Warn of folders with a step's name that are later than the last complete checkpoint."""
-    last = max(complete(folder), default=-1)
-    halves = [path.name for step, path in _named(folder).items() if step > last]
-    if halves:
-        warnings.warn(
-            f"{folder / halves[-1]} has no {METADATA}, which is written last, and is skipped; "
-            "copy it again, or delete it",
-            stacklevel=3,
-        )
-
-
-def _named(folder: Path, complete: bool = False) -> dict[int, Path]:
-    """Folders named after steps, by step; `complete` leaves out partial copies."""
+def _named(folder: Path) -> dict[int, Path]:
+    """Folders named after steps, by step, ascending; of two the one that has metadata."""
     found: dict[int, Path] = {}
     names = sorted(folder.iterdir()) if folder.is_dir() else []
-    for pattern in (_REPLACED, _COMPLETE):  # the complete one counts
+    for pattern in (_REPLACED, _COMPLETE):
         for path in names:
             match = pattern.fullmatch(path.name)
-            if match and path.is_dir() and (not complete or (path / METADATA).exists()):
-                found[int(match[1])] = path
+            if match and path.is_dir():
+                step = int(match[1])
+                if step not in found or (path / METADATA).exists():
+                    found[step] = path
     return dict(sorted(found.items()))
 
 
@@ -85,24 +110,22 @@ def find(folder: Path, step: int | None) -> tuple[int | None, Path]:
         if step not in (None, own):
             raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
         return own, folder
-    found = complete(folder)
-    if step is None and found:
-        warn_of_halves(folder)
-    if not found:
+    named, found = _named(folder), complete(folder)
+    if step is None and (last := next(whole(folder), None)) is not None:
+        warn_of_halves(folder, last[0])
+        return last
+    if step is None or not found:
         what = "has no complete checkpoint" if folder.is_dir() else "is no folder"
-        halves = " (only what a crash while saving has left)" if _left(folder) else ""
-        if _named(folder):
-            halves = f" (only a half one, with no {METADATA}, which is written last)"
-        raise CheckpointError(f"{folder} {what}{halves}; expected one with step_… in it")
-    wanted = max(found) if step is None else step
-    if wanted not in found and wanted in _named(folder):
-        raise CheckpointError(
-            f"half a checkpoint: {_named(folder)[wanted]} has no {METADATA}, which is written last"
-        )
-    if wanted not in found:
+        why = " (only what a crash while saving has left)" if _left(folder) else ""
+        if named:
+            why = f" (only half a checkpoint: {half(named[max(named)])})"
+        raise CheckpointError(f"{folder} {what}{why}; expected one with step_… in it")
+    if step in named and step not in found:
+        raise CheckpointError(f"half a checkpoint: {half(named[step])}")
+    if step not in found:
         there = ", ".join(map(str, found))
-        raise CheckpointError(f"{folder} has no checkpoint of step {wanted}; it has {there}")
-    return wanted, found[wanted]
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; it has {there}")
+    return step, found[step]
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -148,9 +171,12 @@ def end(partial: Path, step: int, keep: int | None) -> Path:
         _remove(replaced)
     if keep is not None:
         older = [path for now, path in complete(folder).items() if now < step]
-        for path in older[: max(len(older) - (keep - 1), 0)]:
-            # Under another name first, so that no half looks whole.
-            _remove(path.rename(folder / f".{path.name}.deleted"))
+        kept = 1
+        for path in reversed(older):
+            if kept < keep:  # halves do not count, and may be about to become whole
+                kept += half(path) is None
+            else:  # under another name first, so that no half looks whole
+                _remove(path.rename(folder / f".{path.name}.deleted"))
     return final
 
 

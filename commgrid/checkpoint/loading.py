@@ -76,8 +76,9 @@ class Restored:
 def steps(folder: str | Path) -> list[int]:
     """The steps of which a folder has complete checkpoints, ascending."""
     path = folders.local(folder)
-    folders.warn_of_halves(path)
-    return list(folders.complete(path))
+    found = sorted(step for step, _ in folders.whole(path))
+    folders.warn_of_halves(path, max(found, default=-1))
+    return found
 
 
 @tells_failures

@@ -34,6 +34,22 @@ from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.resharding.item import Item, Value
 
 
+def missing_file(folder: Path, ends: Mapping[str, int]) -> str | None:
+    """The first file that is not there, or not as long as the metadata says; None: all are.
+
+    Args:
+        folder: the checkpoint's.
+        ends: `Stored.ends`.
+    """
+    for name, end in sorted(ends.items()):
+        path = folder / name
+        size = path.stat().st_size if path.exists() else None
+        if size is None or size < end:
+            what = "is missing" if size is None else f"has {size:,} of {end:,} bytes"
+            return f"{path} {what}"
+    return None
+
+
 def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
     """Check that items are in torch's metadata, in these shapes.
 
@@ -122,22 +138,23 @@ class Stored:
                     "files in it, so that what is loaded is what was saved there"
                 )
 
+    @property
+    def ends(self) -> dict[str, int]:
+        """Bytes that each file has at least, by its name."""
+        found: dict[str, int] = {}
+        for info in self._metadata.storage_data.values():
+            end = info.offset + info.length
+            found[info.relative_path] = max(found.get(info.relative_path, 0), end)
+        return found
+
     def check_files(self) -> None:
-        """Looks whether every file is there, and as long as the metadata says.
+        """Look whether every file is there, and as long as the metadata says.
 
         Raises:
             CheckpointError: names the first that is not.
         """
-        ends: dict[str, int] = {}
-        for info in self._metadata.storage_data.values():
-            end = info.offset + info.length
-            ends[info.relative_path] = max(ends.get(info.relative_path, 0), end)
-        for name, end in sorted(ends.items()):
-            path = self.folder / name
-            size = path.stat().st_size if path.exists() else None
-            if size is None or size < end:
-                what = "is missing" if size is None else f"has {size:,} of {end:,} bytes"
-                raise CheckpointError(f"half a checkpoint: {path} {what}")
+        if (missing := missing_file(self.folder, self.ends)) is not None:
+            raise CheckpointError(f"half a checkpoint: {missing}")
 
     def check(self, items: Iterable[Item | Value]) -> None:
         """Looks whether it has these, in these shapes.

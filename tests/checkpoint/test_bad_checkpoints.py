@@ -296,7 +296,15 @@ def test_copies_on_stages_are_one_parameter(tmp_path: Path) -> None:
     assert run_on_ranks(marked, 2, str(tmp_path), backend=None, launcher="torchrun") == [[1], [1]]
 
 
-def steps_half_copied(folder: str) -> dict[str, Any]:
+HALVES = {
+    "metadata is missing": "step_00000060 has no .metadata, which is written last",
+    "metadata ends early": "step_00000060/.metadata cannot be read: ",
+    "file is missing": "step_00000060/__1_0.distcp is missing",
+    "file ends early": "step_00000060/__1_0.distcp has ",
+}
+
+
+def steps_half_copied(folder: str, how: str) -> dict[str, Any]:
     """Step 40 is whole, and a copy of step 60 ended before its last file."""
     grid = commgrid.initialize()
     model, found = nn.Linear(2, 2), {}
@@ -308,7 +316,11 @@ def steps_half_copied(folder: str) -> dict[str, Any]:
     if grid.rank == 0:
         half = Path(folder, "step_00000060")
         shutil.copytree(Path(folder, "step_00000040"), half)
-        (half / ".metadata").unlink()
+        file = half / (".metadata" if how.startswith("metadata") else "__1_0.distcp")
+        if how.endswith("missing"):
+            file.unlink()
+        else:
+            file.write_bytes(file.read_bytes()[:-9])
     torch.distributed.barrier()
 
     def told(action: Any) -> tuple[Any, list[str]]:
@@ -316,7 +328,7 @@ def steps_half_copied(folder: str) -> dict[str, Any]:
             warnings.simplefilter("always")
             given = action()
         texts = [str(one.message) for one in seen]
-        assert all("step_00000060 has no .metadata" in text for text in texts)
+        assert all(HALVES[how] in text for text in texts if "later steps" not in text), texts
         return given, texts
 
     found["steps"], warned = told(lambda: checkpoint.steps(folder))
@@ -330,6 +342,7 @@ def steps_half_copied(folder: str) -> dict[str, Any]:
         checkpoint.load(folder, model, step=60, progress=False)
     found["half"] = str(error.value)
     told(lambda: checkpoint.save(folder, 50, model, keep=2, progress=False))
+    found["there"] = Path(folder, "step_00000060").is_dir()  # it may become whole
     found["kept"], _ = told(lambda: checkpoint.steps(folder))
     checkpoint.save(folder, 60, model, keep=2, progress=False)
     found["after"] = checkpoint.steps(folder)
@@ -337,9 +350,29 @@ def steps_half_copied(folder: str) -> dict[str, Any]:
     return found
 
 
-def test_a_step_that_was_copied_in_part_does_not_count(tmp_path: Path) -> None:
-    for found in run_on_ranks(steps_half_copied, 2, str(tmp_path)):
-        assert "half a checkpoint: " in found.pop("half")
+@pytest.mark.parametrize("how", HALVES)
+@pytest.mark.full("metadata ends early", "file ends early")
+def test_a_step_that_was_copied_in_part_does_not_count(how: str, tmp_path: Path) -> None:
+    for found in run_on_ranks(steps_half_copied, 2, str(tmp_path), how):
+        half = found.pop("half")
+        assert "half a checkpoint: " in half or HALVES[how] in half
         assert found == {
             "steps": [20, 40], "loaded": (40, 40), "kept": [40, 50], "after": [50, 60],
+            "there": True,
         }  # fmt: skip
+
+
+def keeps_beside_halves(folder: str) -> list[int]:
+    """The steps left by a save that keeps two, where the one before is short of a file."""
+    commgrid.initialize()
+    model = nn.Linear(2, 2)
+    for step in (20, 40, 60):
+        checkpoint.save(folder, step, model, progress=False)
+    Path(folder, "step_00000060", "__0_0.distcp").unlink()
+    checkpoint.save(folder, 80, model, keep=2, progress=False)
+    commgrid.shutdown()
+    return checkpoint.steps(folder)
+
+
+def test_a_half_does_not_count_as_kept(tmp_path: Path) -> None:
+    assert run_on_ranks(keeps_beside_halves, 1, str(tmp_path)) == [[40, 80]]
