@@ -37,8 +37,6 @@ from commgrid.resharding.item import Chunk, Item, Value
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import _registry
 
-_CLAIM = ".completing"
-
 
 class BackgroundSave:
     """A save under way on this rank.
@@ -65,11 +63,11 @@ class BackgroundSave:
         compares: bool,
     ) -> None:
         self._partial, self._step, self._keep = partial, step, keep
+        self._ending = folders.ending(partial)
         self._staged, self._compares = staged, compares
         self._grid, self._ranks = grid, tuple(grid.spec.grid_ranks)
         self._report, self._line = report, line
         self._error: CheckpointError | None = None
-        self._claimed = False
         self._thread = threading.Thread(target=self._run, name=f"commgrid-save-{step}")
 
     def start(self) -> None:
@@ -110,11 +108,13 @@ class BackgroundSave:
         Raises:
             CheckpointError: files of other ranks are not where this rank looks.
         """
+        if self._ending.exists():  # the rank that completed it has ended
+            self._partial = self._ending
         if not self._partial.exists():
             return
-        missing = self._missing()
+        missing = sorted({*self._missing(), *self._failed()})
         if not missing:  # on a file system that shows others' files late, or the last rank ended
-            self._complete()
+            self._end()
         elif self._grid.is_destroyed:
             warnings.warn(
                 f"step {self._step} was not saved to {self._partial.parent} in the background: "
@@ -158,7 +158,7 @@ class BackgroundSave:
         """Complete the checkpoint, or delete what was written, on the last rank that finishes."""
         if self._missing() or not self._claim():
             return
-        if self._has_failed():
+        if self._failed():
             shutil.rmtree(self._partial, ignore_errors=True)
         else:
             self._complete()
@@ -171,18 +171,18 @@ class BackgroundSave:
             if names.isdisjoint(self._told(number, failed).name for failed in (False, True))
         ]  # fmt: skip
 
-    def _has_failed(self) -> bool:
-        return any(self._told(number, failed=True).exists() for number in range(len(self._ranks)))
+    def _failed(self) -> list[int]:
+        """The ranks that could not write."""
+        numbered = enumerate(self._ranks)
+        return [rank for number, rank in numbered if self._told(number, failed=True).exists()]
 
     def _claim(self) -> bool:
-        """Return whether no other rank completes it."""
-        if self._claimed:
-            return True
-        try:
-            (self._partial / _CLAIM).mkdir()
-            self._claimed = True
-        except (FileExistsError, FileNotFoundError):  # taken; complete already
-            return False
+        """Return whether this rank ends it: the one that has renamed the folder."""
+        if self._partial != self._ending:
+            try:
+                self._partial = self._partial.rename(self._ending)
+            except FileNotFoundError:  # another rank has
+                return False
         return True
 
     def _complete(self) -> None:
@@ -192,8 +192,6 @@ class BackgroundSave:
         total = write_metadata(self._partial, found, self._compares)
         for path in paths:
             path.unlink()
-        if (self._partial / _CLAIM).exists():
-            (self._partial / _CLAIM).rmdir()
         final = folders.end(self._partial, self._step, self._keep)
         if self._line is not None:
             self._line.finish(f"saved step {self._step}: {size(total)} to {final}")

@@ -3,6 +3,7 @@
 step_00000040                 complete: it got this name when everything in it was on disk
 .step_00000060.7f3a.partial   being written, or left by a crash; the next save clears it away,
                               so that a save that was taken for dead cannot end in it
+.step_00000060.7f3a.ending    the same, when all ranks have written in the background
 .step_00000040.replaced       between two renames, when step 40 is saved a second time
 .step_00000020.deleted        being deleted
 """
@@ -26,7 +27,7 @@ METADATA = ".metadata"
 """The file of a checkpoint that is written last."""
 _COMPLETE = re.compile(r"step_(\d+)")
 _REPLACED = re.compile(r"\.step_(\d+)\.replaced")
-_LEFT = re.compile(r"\.step_(\d+)(\.[0-9a-f]+)?\.(partial|deleted)")
+_LEFT = re.compile(r"\.step_(\d+)(\.[0-9a-f]+)?\.(partial|ending|deleted)")
 
 
 def local(folder: str | Path) -> Path:
@@ -151,6 +152,11 @@ def begin(folder: Path, step: int) -> Path:
     partial = folder / f".{_name(step)}.{uuid4().hex[:8]}.partial"
     partial.mkdir()
     return partial
+
+
+def ending(partial: Path) -> Path:
+    """The name by which one of several ranks takes a folder that all have written to."""
+    return partial.with_suffix(".ending")
 
 
 def final(partial: Path, step: int) -> Path:

@@ -76,7 +76,7 @@ class Restored:
 def steps(folder: str | Path) -> list[int]:
     """The steps of which a folder has complete checkpoints, ascending."""
     path = folders.local(folder)
-    found = sorted(step for step, _ in folders.whole(path))
+    found = [step for step, at in folders.complete(path).items() if not folders.half(at)]
     folders.warn_of_halves(path, max(found, default=-1))
     return found
 

@@ -7,11 +7,13 @@ import errno
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import warnings
+import zlib
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +23,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.planner import SavePlan
 
 import commgrid
 from commgrid import CommGridError, checkpoint
 from commgrid.checkpoint import background, saving
 from commgrid.checkpoint.background import SPARES, tensors_of
+from commgrid.checkpoint.writer import Written
 from commgrid.collectives.objects import gathered
+from commgrid.layout.rank_text import describe_ranks
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
 from tests.killing import KILLED, kill_me, run_killable
@@ -169,11 +174,11 @@ def test_the_next_copy_takes_the_memory_of_the_last(tmp_path: Path) -> None:
         assert left == 0
 
 
-def disk_full(folder: str, who: int) -> dict[str, str]:
+def disk_full(folder: str, who: list[int]) -> dict[str, str]:
     grid = commgrid.initialize()
     model = nn.Linear(4, 4)
     nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
-    if grid.rank == who:
+    if grid.rank in who:
 
         def write(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
@@ -197,12 +202,14 @@ def disk_full(folder: str, who: int) -> dict[str, str]:
     return told
 
 
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_full_disk_is_told_on_all_ranks_at_the_next_call(who: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("who", [[0], [2], [0, 1, 2]], ids=describe_ranks)
+@pytest.mark.full("ranks 0-2")
+def test_a_full_disk_is_told_on_all_ranks_at_the_next_call(who: list[int], tmp_path: Path) -> None:
     for told in run_on_ranks(disk_full, 3, str(tmp_path), who, backend=None, launcher="torchrun"):
         for text in told.values():
             assert text.startswith("CheckpointError: ")
-            assert f"rank {who}: step 3 was not saved to {tmp_path} in the background: " in text
+            said = f"step 3 was not saved to {tmp_path} in the background: "
+            assert f"{describe_ranks(who)}: {said}" in text
             assert "OSError: [Errno 28] No space left on device" in text
         assert told["save"].startswith(f"CheckpointError: step 4 was not saved to {tmp_path}: ")
         assert told["load"].startswith("CheckpointError: nothing was loaded: ")
@@ -422,13 +429,43 @@ def test_files_that_are_seen_late_make_a_checkpoint_at_the_next_call(tmp_path: P
     assert found == [([], [1])] * 2
 
 
-def test_one_rank_completes_it(tmp_path: Path) -> None:
-    grid = SimpleNamespace(spec=SimpleNamespace(grid_ranks=(0,)), rank=0)
-    one, other = (
-        background.BackgroundSave(tmp_path, 1, None, [], cast(Any, grid), print, None, True)
+def two_ends(folder: Path, failed: bool) -> list[background.BackgroundSave]:
+    """Two ranks that have written to a folder, or failed to, and are both about to end it."""
+    partial = folder / ".step_00000001.ab12.partial"
+    partial.mkdir()
+    grid = SimpleNamespace(spec=SimpleNamespace(grid_ranks=(0, 1)), rank=0)
+    ends = [
+        background.BackgroundSave(partial, 1, None, [], cast(Any, grid), print, None, True)
         for _ in range(2)
-    )
-    assert (one._claim(), other._claim()) == (True, False)
+    ]
+    for number, each in enumerate(ends):
+        each._told(number, failed).touch()
+        each._missing = lambda: []  # type: ignore[method-assign]
+    return ends
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_one_rank_ends_it(failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one deletes or completes the folder, the other finds nothing to do."""
+    one, other = two_ends(tmp_path, failed)
+    found = dict.fromkeys((0, 1), Written(SavePlan([]), [], {}, {}, zlib.compress(b"")))
+    monkeypatch.setattr(background, "read_written", lambda path: found[0])
+
+    def meanwhile(first: Any) -> Any:
+        def both(at: Path, *given: Any, **options: Any) -> Any:
+            for path in at.iterdir():  # as far as the first has come
+                if path.name != ".metadata":
+                    path.unlink() if path.is_file() else path.rmdir()
+            other._end()
+            return first(at, *given, **options)
+
+        return both
+
+    monkeypatch.setattr(background.shutil, "rmtree", meanwhile(shutil.rmtree))
+    monkeypatch.setattr(background.folders, "end", meanwhile(background.folders.end))
+    one._end()
+    assert os.listdir(tmp_path) == ([] if failed else ["step_00000001"])
+    assert failed or os.listdir(tmp_path / "step_00000001") == [".metadata"]
 
 
 def saves_until_killed(folder: str, delay: float) -> None:
