@@ -39,6 +39,7 @@ from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.data_parallel.slot import KeptGradient, State, slot_of
 from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError
+from commgrid.parameters.marks import buffer_marks
 from commgrid.pipeline import Pipeline
 from commgrid.resharding.item import local_part
 from commgrid.runtime.grid import HyperCommGrid
@@ -356,8 +357,10 @@ class Observer:
             chunks = thinned(held.chunks(held.parameter), held.shape)
             record.weights.setdefault(held.name, []).extend(chunks)
         for module, name in self._names.items():
+            apart = {*module._non_persistent_buffers_set, *buffer_marks(module)}
+            apart |= {*getattr(module, "sliced_names", ())}  # which are not compared
             for key, buffer in module.named_buffers(recurse=False):
-                if key in module._non_persistent_buffers_set or isinstance(buffer, DTensor):
+                if key in apart or isinstance(buffer, DTensor):
                     continue
                 full = f"{name}.{key}" if name else key
                 whole = [((0,) * buffer.dim(), buffer)]

@@ -29,9 +29,9 @@ def compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
     if told is not None:
         raise GridMismatchError(
             f"{told}; these should be copies, of which one would have been saved for all. Where "
-            "ranks have slices, say so with a ShardedModule's shard_dims; buffers that ranks have "
-            "of their own register as persistent=False; where copies may differ, as kernels that "
-            'are not deterministic make them, save(…, copies="first") writes the first rank\'s'
+            "ranks have slices, say so with a ShardedModule's shard_dims; of buffers that ranks "
+            "have of their own, with mark_buffers(…, own=); where copies may differ, as kernels "
+            'that are not deterministic make them, copies="first" writes the first rank\'s'
         )
 
 

@@ -220,6 +220,7 @@ class Loading:
         if not self._strict:
             missing = [key for key in names if key not in self._stored.keys]
             self._live = [item for item in self._live if item.key in self._stored.keys]
+        self._fit()
         self._stored.check(self._live)
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
@@ -238,6 +239,15 @@ class Loading:
         if any(others):
             return _Names([], [], [], [])
         return _Names(names, missing, updated, tied)
+
+    def _fit(self) -> None:
+        """Read tensors that ranks each had of their own as this grid's ranks have them."""
+        self._merges: list[Callable[[], None]] = []
+        for place, item in enumerate(self._live):
+            stored = self._stored.keys.get(item.key)
+            if isinstance(item, Item) and isinstance(stored, TensorStorageMetadata):
+                self._live[place], merge = item.fitted(tuple(stored.size))
+                self._merges += [merge] if merge is not None else []
 
     def _source(self, item: Item) -> Item:
         """Return the box to read a tensor into; from its fp32 copy if that is more precise.
@@ -314,6 +324,8 @@ class Loading:
         for live, staged in zip(self._live, self._staged, strict=True):
             if isinstance(live, Item) and isinstance(staged, Item):
                 live.take(staged)
+        for merge in self._merges:
+            merge()
         if self._optimizer is not None:
             self._optimizer.take(self._values)
 

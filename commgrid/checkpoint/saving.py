@@ -76,7 +76,7 @@ def save(
         step: names the checkpoint, and replaces one of its name.
         model: of commgrid's layers, plain modules, FSDP2's or DTensor's; or a pipeline stage's
             chunks. Modules have the names that they have in the whole model; buffers are equal on
-            all ranks.
+            all ranks, or say by `mark_buffers` how they lie.
         optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
         extra: picklable values of the job, equal on all ranks that give any, the first one among
             them; what is no tensor or plain value loads with `trusted=True` only, of which a

@@ -10,8 +10,9 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from commgrid.checkpoint.trust import storable
 from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
+from commgrid.layout.box import Shape
 from commgrid.resharding.item import Chunk, Item, Shared, Value
 
 Report = Callable[[int, int], object]
@@ -48,15 +50,14 @@ class Written:
     Args:
         plan: its items.
         results: where they are.
-        repeats: of the keys that several stages may have, what this rank has: equal values have
-            equal digests.
+        repeats: of what several stages may have, by key and offset: equal ones have equal digests.
         paths: each key's name in the nested dict.
         others: compressed, the keys that it has and leaves to ranks with copies.
     """
 
     plan: SavePlan
     results: list[WriteResult]
-    repeats: dict[str, str]
+    repeats: dict[tuple[str, Shape], str]
     paths: dict[str, tuple[str, ...]]
     others: bytes
 
@@ -96,7 +97,7 @@ def write(
     written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]
     return Written(
         replace(plan, items=written), [*results, *others],
-        {item.key: _digest(item) for item in [*mine, *left] if item.repeats},
+        dict(chain.from_iterable(_digests(item) for item in [*mine, *left] if item.repeats)),
         {item.key: item.path for item in mine},
         zlib.compress("\n".join(item.key for item in left).encode()),
     )  # fmt: skip
@@ -112,11 +113,13 @@ def _cause_on_disk(error: BaseException, folder: Path) -> BaseException:
     return OSError(cause.errno, cause.strerror, cause.filename or str(folder))
 
 
-def _digest(item: Item | Value) -> str:
-    """Of a value that pickles in one way only, such as a text, or of a tensor's bits."""
+def _digests(item: Item | Value) -> Iterator[tuple[tuple[str, Shape], str]]:
+    """Of a value that pickles in one way only, such as a text, or of the bits of each box."""
     if isinstance(item, Value):
-        return repr(item.value)
-    return ", ".join(f"{chunk.offset}: {int(digest(chunk.data)):x}" for chunk in item.chunks)
+        yield (item.key, ()), repr(item.value)
+        return
+    for chunk in item.chunks:
+        yield (item.key, chunk.offset), f"{int(digest(chunk.data)):x}"
 
 
 def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = True) -> int:
@@ -139,11 +142,11 @@ def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = 
     for rank, written in found.items():
         kept = []
         for item in written.plan.items:
-            key = item.index.fqn
-            first, theirs = seen.setdefault((key, item.index.offset), (rank, item))
+            key, offset = item.index.fqn, tuple(item.index.offset or ())
+            first, theirs = seen.setdefault((key, offset), (rank, item))
             if first == rank:
                 kept.append(item)
-            elif key not in written.repeats or theirs.tensor_data != item.tensor_data:
+            elif (key, offset) not in written.repeats or theirs.tensor_data != item.tensor_data:
                 raise CheckpointError(
                     f"ranks {first} and {rank} each have a {key} of their own; what is on "
                     "different stages needs different names, those of the whole model, or "
@@ -199,15 +202,15 @@ def _check_all(metadata: Metadata, found: Mapping[int, Written]) -> None:
 
 
 def _check_repeats(found: Mapping[int, Written]) -> None:
-    first: dict[str, tuple[int, str]] = {}
+    first: dict[tuple[str, Shape], tuple[int, str]] = {}
     for rank, written in found.items():
-        for key, value in written.repeats.items():
-            other, theirs = first.setdefault(key, (rank, value))
+        for place, value in written.repeats.items():
+            other, theirs = first.setdefault(place, (rank, value))
             if value != theirs:
                 raise CheckpointError(
-                    f"{key} differs between ranks {other} and {rank}, of which one would have been "
-                    "saved for all; what several stages have under one name is equal on them: give "
-                    "buffers other names, or register them with persistent=False"
+                    f"{place[0]} differs between ranks {other} and {rank}, of which one would have "
+                    "been saved for all; what several stages have under one name is equal on them: "
+                    "give buffers other names, or register them with persistent=False"
                 )
 
 

@@ -28,6 +28,7 @@ from commgrid.equality.digest import digest
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
+from commgrid.parameters.placement import buffer_placements
 from commgrid.replicas import Copy, differing
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.torch_compat.world import FAKE
@@ -390,24 +391,32 @@ def broadcast_values(model: nn.Module, copies: Iterable[Copy], data: ProcessGrou
     for copy in copies:
         for group in copy.groups:
             _broadcast(copy.tensor, group)
-    if data.size() > 1:
-        for buffer in model.buffers():
-            _broadcast(buffer, data)
+    for buffer in _copied(model.buffers(), model, data):
+        _broadcast(buffer, data)
 
 
 @torch.no_grad()
 def broadcast_statistics(model: nn.Module, group: ProcessGroup) -> None:
     """Make running statistics of batch norms those of the group's first rank, as DDP's are."""
+    names = "running_mean", "running_var"  # of torch's, and others' by their example
+    every = (module._buffers.get(name) for module in model.modules() for name in names)
     by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for module in model.modules():
-        for name in ("running_mean", "running_var"):  # of torch's, and others' by their example
-            buffer = module._buffers.get(name)
-            if buffer is not None:
-                by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    for buffers in by_kind.values() if group.size() > 1 else ():
+    for buffer in _copied([each for each in every if each is not None], model, group):
+        by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    for buffers in by_kind.values():
         flat = torch.cat(buffers)
         dist.broadcast(flat, group=group, group_src=0)
         torch._foreach_copy_(buffers, torch.split(flat, [len(buffer) for buffer in buffers]))
+
+
+def _copied(buffers: Iterable[Tensor], model: nn.Module, group: ProcessGroup) -> Iterator[Tensor]:
+    """Those of a model's buffers of which ranks of a group do not have slices, or their own."""
+    found = list(buffers)
+    if not found or group.size() == 1:
+        return
+    ranks = dist.get_process_group_ranks(group)
+    apart = {id(one.buffer) for one in buffer_placements(model) if any(one.within(ranks))}
+    yield from (buffer for buffer in found if id(buffer) not in apart)
 
 
 def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:

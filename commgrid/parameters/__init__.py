@@ -8,7 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commgrid.parameters.foreign import Foreign, foreign_slice
 from commgrid.parameters.layout import Distinct, ParameterLayout, layout_of
-from commgrid.parameters.marks import Mark, mark_parameters
+from commgrid.parameters.marks import Mark, mark_buffers, mark_parameters
 from commgrid.parameters.optimizers import (
     check_before_step,
     check_before_unscaling,
@@ -27,6 +27,7 @@ __all__ = [
     "ShardedModule",
     "foreign_slice",
     "layout_of",
+    "mark_buffers",
     "mark_parameters",
     "own_slice",
     "placements",

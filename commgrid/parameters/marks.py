@@ -1,9 +1,10 @@
-"""Marks: layout that a user declares for the parameters of a plain module."""
+"""Marks: layout that a user declares for the parameters and buffers of a plain module."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from torch import nn
@@ -17,6 +18,7 @@ from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat.dtensor import gradient_divisors
 
 REGIONS = ("dense", "expert")
+MERGES = ("mean", "max", "min")
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -27,6 +29,15 @@ class Mark:
     partial: GroupRef | None = None
     region: str = "dense"
     shared: GroupRef | None = None
+
+
+@dataclass(frozen=True)
+class BufferMark:
+    """The arguments of `mark_buffers` for one buffer."""
+
+    cut: tuple[tuple[int, GroupRef], ...] = ()
+    own: GroupRef | None = None
+    merge: str | None = None
 
 
 def mark_parameters(
@@ -97,6 +108,84 @@ def mark_parameters(
             sharing or mark.shared,
         )
     return module
+
+
+def mark_buffers(
+    module: Module,
+    names: str | Iterable[str] = "*",
+    *,
+    cut: Mapping[str, int] | None = None,
+    own: str | None = None,
+    merge: str | None = None,
+    grid: HyperCommGrid | None = None,
+) -> Module:
+    """Declares the layout of buffers of a plain module and of all modules in it.
+
+    Unmarked buffers are equal on all ranks. A ShardedModule lists its sliced buffers in
+    `shard_dims`, next to its parameters.
+
+    Args:
+        module: such as an nn.BatchNorm1d.
+        names: patterns of the buffers' names within the module, as `*.running_mean`.
+        cut: group names, each with the dim along which its ranks have slices.
+        own: the group whose ranks each have a buffer of their own, such as running statistics of
+            their samples. A checkpoint has them all, stacked along a first dim.
+        merge: what each rank gets on a grid where that group has another size: the "mean", "max" or
+            "min" of all; None: such a load is refused. A single saved buffer goes to all ranks.
+        grid: where to look the groups' names up; None: the default grid.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        SpecError: a pattern is the name of no buffer, or options that mean nothing.
+
+    Example:
+        >>> import commgrid
+        >>> from torch import nn
+        >>> from commgrid.parameters import mark_buffers
+        >>> grid = commgrid.initialize()
+        >>> norm = mark_buffers(nn.BatchNorm1d(8), "running_*", own="dp", merge="mean")
+        >>> commgrid.shutdown()
+    """
+    owner, patterns = type(module).__name__, [names] if isinstance(names, str) else list(names)
+    if (cut is None and own is None) or (
+        merge is not None and (own is None or merge not in MERGES)
+    ):
+        raise SpecError(
+            f"mark_buffers(cut={cut!r}, own={own!r}, merge={merge!r}): expected cut={{group: "
+            f"dim}}, or own=group with merge= one of {', '.join(MERGES)} or None"
+        )
+    slices = tuple((dim, GroupRef(name, grid, owner=owner)) for name, dim in (cut or {}).items())
+    mark = BufferMark(slices, GroupRef(own, grid, owner=owner) if own else None, merge)
+    found = {
+        f"{prefix}.{name}" if prefix else name: (part, name)
+        for prefix, part in module.named_modules() for name in part._buffers
+    }  # fmt: skip
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in found):
+            raise SpecError(
+                f"{owner}: {pattern!r} is the name of no buffer; it has "
+                f"{', '.join(list(found)[:3]) or 'none'}"
+            )
+    for full, (part, name) in found.items():
+        buffer = part._buffers[name]
+        if buffer is None or not any(fnmatchcase(full, pattern) for pattern in patterns):
+            continue
+        for dim, group in slices:
+            if not 0 <= dim < buffer.dim():
+                raise SpecError(
+                    f"{full} is cut along dim {dim} over {group}, and has shape "
+                    f"{tuple(buffer.shape)}"
+                )
+        part._commgrid_buffers = {**buffer_marks(part), name: mark}
+    return module
+
+
+def buffer_marks(module: nn.Module) -> Mapping[str, BufferMark]:
+    """The marks of a module's own buffers, by name."""
+    found: Mapping[str, BufferMark] = getattr(module, "_commgrid_buffers", {})
+    return found
 
 
 def check_averages(modules: Iterable[nn.Module]) -> None:

@@ -1,10 +1,10 @@
-"""Placement: a parameter, and the slices and partial gradients that its module declares."""
+"""Placement: a parameter or buffer, and the slices and partial gradients its module declares."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef, name_of
 from commgrid.errors import SpecError
-from commgrid.parameters.marks import Mark, mark_of
+from commgrid.parameters.marks import BufferMark, Mark, buffer_marks, mark_of
 from commgrid.parameters.sharded_module import (
     ShardedModule,
     Slice,
@@ -44,6 +44,56 @@ class Placement(Slice):
     def sharers(self) -> ProcessGroup | None:
         """The group `shared`, if it has more than one rank."""
         return self.shared.group if self.shared is not None and self.shared.size > 1 else None
+
+
+@dataclass(frozen=True)
+class BufferPlacement(Placement):
+    """A buffer and its layout on the grid; a buffer per rank is a slice of all, stacked.
+
+    Args:
+        buffer: itself; `parameter` has a first dim more where ranks have their own.
+        is_persistent: whether a state_dict has it.
+        mark: what `mark_buffers` says of it.
+    """
+
+    buffer: Tensor = field(kw_only=True)
+    is_persistent: bool = field(kw_only=True)
+    mark: BufferMark = field(kw_only=True)
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether several ranks have their own, stacked along a first dim."""
+        return self.mark.own is not None and self.mark.own.size > 1
+
+
+def buffer_placements(model: nn.Module) -> Iterator[BufferPlacement]:
+    """Layout of every buffer of the model; one shared by modules comes under each of its names.
+
+    Raises:
+        SpecError: a module declares dims or groups that a buffer does not have.
+    """
+    marks: dict[str, Mark] = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, ShardedModule):
+            check_declared(prefix, module)
+        mark = marks[prefix] = mark_of(prefix, module, marks)
+        for name, buffer in module.named_buffers(recurse=False):
+            said = buffer_marks(module).get(name, BufferMark())
+            shards, one, shape = said.cut, buffer, list(buffer.shape)
+            if isinstance(module, ShardedModule) and name in module.sliced_names and not said.cut:
+                shards, shape = module.shards_of(name), list(module.full_shape(name))
+            else:
+                for dim, group in shards:
+                    shape[dim] *= group.size
+            region = mark.region if shards or said.own is not None else "dense"
+            if said.own is not None and said.own.size > 1:
+                shards = ((0, said.own), *((dim + 1, group) for dim, group in shards))
+                one, shape = buffer.unsqueeze(0), [said.own.size, *shape]
+            full = f"{prefix}.{name}" if prefix else name
+            yield BufferPlacement(
+                full, cast("nn.Parameter", one), shards, None, region, tuple(shape), buffer=buffer,
+                is_persistent=name not in module._non_persistent_buffers_set, mark=said,
+            )  # fmt: skip
 
 
 def placements(model: nn.Module) -> Iterator[Placement]:

@@ -107,10 +107,10 @@ _HOOKS = StepHooks(lambda: [register() for register in REGISTERED])
 
 
 class ShardedModule(nn.Module):
-    """A module that declares which of its parameters are slices.
+    """A module that declares which of its parameters and buffers are slices.
 
-    Subclasses set `group` and `shard_dims`, parameter name to the dim it is sliced along;
-    parameters not in it are equal on all ranks of the group. `partial` names equal parameters
+    Subclasses set `group` and `shard_dims`, the name to the dim it is sliced along; parameters and
+    buffers not in it are equal on all ranks of the group. `partial` names equal parameters
     whose gradient is this rank's part of a sum over the group. A module sliced over several
     groups overrides `shards_of`.
     """
@@ -143,7 +143,7 @@ class ShardedModule(nn.Module):
         super().__setattr__(name, value)
 
     def shards_of(self, name: str) -> tuple[tuple[int, GroupRef], ...]:
-        """The dims along which a parameter is sliced, each with its group."""
+        """The dims along which a parameter or buffer is sliced, each with its group."""
         return ((self.shard_dims[name], self.group),) if name in self.shard_dims else ()
 
     @property
@@ -153,7 +153,8 @@ class ShardedModule(nn.Module):
 
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Shape of the unsharded parameter; override it for padded slices."""
-        shape = list(self.get_parameter(name).shape)
+        buffer = self._buffers.get(name)
+        shape = list((self.get_parameter(name) if buffer is None else buffer).shape)
         for dim, group in self.shards_of(name):
             shape[dim] *= group.size
         return tuple(shape)
@@ -211,12 +212,12 @@ def check_declared(prefix: str, module: ShardedModule) -> None:
                     f"{who}.{what} names {name!r}, which is no parameter of it; it has {has}"
                 )
     for name in module.sliced_names:
-        parameter = module._parameters.get(name)
-        for dim, _ in module.shards_of(name) if parameter is not None else ():
-            if not 0 <= dim < parameter.dim():  # type: ignore[union-attr]
+        tensor = {**module._parameters, **module._buffers}.get(name)
+        for dim, _ in module.shards_of(name) if tensor is not None else ():
+            if not 0 <= dim < tensor.dim():  # type: ignore[union-attr]
                 raise SpecError(
                     f"{who}.shard_dims says that {name!r} is cut along dim {dim}; it has shape "
-                    f"{tuple(parameter.shape)}"  # type: ignore[union-attr]
+                    f"{tuple(tensor.shape)}"  # type: ignore[union-attr]
                 )
 
 
@@ -224,7 +225,7 @@ def check_unwrapped(prefix: str, module: ShardedModule) -> None:
     """Refuses a slice, or a partial parameter, that is now made of another parameter."""
     cut = [n for n in module.sliced_names if any(g.size > 1 for _, g in module.shards_of(n))]
     for name in (*cut, *(module.partial if module.group.size > 1 else ())):
-        if name in module._parameters or not hasattr(module, name):
+        if {name} & {*module._parameters, *module._buffers} or not hasattr(module, name):
             continue
         made_of = [key for key in module._parameters if key.startswith(f"{name}_")]
         if parametrize.is_parametrized(module, name):

@@ -68,12 +68,13 @@ def _cut_further(placement: Placement, cut_over: str | None) -> Iterator[tuple[s
     parameter = placement.parameter
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
-        if not mesh.mesh_dim_names:
+        names = mesh.mesh_dim_names or ()
+        if not names and not all(kind.is_replicate() for kind in parameter.placements):
             raise SpecError(
                 f"{placement.name}: a DTensor on {mesh}, whose dims have no names; take meshes "
                 "from grid.device_mesh"
             )
-        for name, kind in zip(mesh.mesh_dim_names, parameter.placements, strict=False):
+        for name, kind in zip(names, parameter.placements, strict=False):
             if not isinstance(kind, Replicate):
                 yield name, getattr(kind, "dim", 0)
     if cut_over is not None:

@@ -22,8 +22,8 @@ holds a range of a parameter's elements: in n dims these are up to 2 n - 1 boxes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,7 @@ class Item:
         repeats: whether several stages may have it, equal ones, without saying so.
         copies: axes along which ranks should have equal boxes, of which one writes.
         shared: stages that have copies too, as of tied embeddings.
+        own: of a tensor that ranks each have of their own; None: it is one for all.
     """
 
     path: Path
@@ -61,11 +62,49 @@ class Item:
     repeats: bool = False
     copies: tuple[str, ...] = ()
     shared: ProcessGroup | None = None
+    own: Own | None = None
 
     @property
     def key(self) -> str:
         """The name in the checkpoint."""
         return key_of(self.path)
+
+    def fitted(self, stored: Shape) -> tuple[Item, Callable[[], None] | None]:
+        """The item to read where ranks each have their own, and what to do when it is read.
+
+        Args:
+            stored: shape of the tensor that is read.
+
+        Raises:
+            SpecError: it is of another number of ranks, which nothing makes one.
+        """
+        if self.own is None or tuple(stored) == self.shape:
+            return self, None
+        each, chunks = self.shape, self.chunks
+        if self.own.is_stacked:
+            each, chunks = each[1:], [Chunk(c.offset[1:], c.data[0]) for c in chunks]
+        if tuple(stored) == each:  # one for all
+            return replace(self, shape=each, chunks=chunks), None
+        if tuple(stored[1:]) != each:
+            return self, None
+        return self._merged(each, chunks, stored[0], self.own)
+
+    def _merged(
+        self, each: Shape, chunks: list[Chunk], count: int, own: Own
+    ) -> tuple[Item, Callable[[], None]]:
+        if own.merge is None:
+            raise SpecError(
+                f"{self.key} is of {count} ranks, each of which had its own, and here of "
+                f"{self.shape[0] if own.is_stacked else 1}; say with mark_buffers(…, merge=) how "
+                "they become one, or leave it out"
+            )
+        made = [Chunk((0, *c.offset), c.data.new_empty((count, *c.data.shape))) for c in chunks]
+
+        def merge() -> None:
+            for chunk, read in zip(chunks, made, strict=True):
+                chunk.data.copy_(_MERGES[own.merge](read.data))
+
+        return replace(self, shape=(count, *each), chunks=made), merge
 
     def staged(self, dtype: torch.dtype | None = None) -> Item:
         """The same boxes with memory of their own, on the CPU, to be read into."""
@@ -79,6 +118,26 @@ class Item:
         """Copies what was read."""
         for mine, read in zip(self.chunks, staged.chunks, strict=True):
             mine.data.copy_(read.data)
+
+
+@dataclass(frozen=True)
+class Own:
+    """How ranks along some axes have a tensor of their own each.
+
+    Args:
+        merge: how those of another number of ranks become one, as `mark_buffers` takes it.
+        is_stacked: whether there are several ranks, whose tensors are stacked along a first dim.
+    """
+
+    merge: str | None
+    is_stacked: bool
+
+
+_MERGES: dict[str | None, Callable[[Tensor], Tensor]] = {
+    "mean": lambda stacked: stacked.double().mean(0),
+    "max": lambda stacked: stacked.amax(0),
+    "min": lambda stacked: stacked.amin(0),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,6 +268,7 @@ def held_boxes(placement: Placement, foreign: ForeignCut | None = None) -> HeldB
         return HeldBoxes(foreign.full_shape(held), held, foreign.boxes(held))
     offset, held = [0] * parameter.dim(), tuple(parameter.shape)
     if isinstance(parameter, DTensor):
+        refuse_partial(placement.name, parameter)
         chunks = parameter.__create_chunk_list__()  # type: ignore[no-untyped-call]
         if len(chunks) != 1:
             raise SpecError(
@@ -220,6 +280,15 @@ def held_boxes(placement: Placement, foreign: ForeignCut | None = None) -> HeldB
         offset[dim] += group.rank * parameter.shape[dim]
     whole = (0,) * len(held), held
     return HeldBoxes(placement.shape, held, ((whole, tuple(offset)),))
+
+
+def refuse_partial(name: str, tensor: DTensor) -> None:
+    """Refuse a DTensor whose ranks have parts of a sum."""
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise SpecError(
+            f"{name} is a DTensor with placements {tensor.placements}, parts of a sum; "
+            "redistribute it to Shard or Replicate first"
+        )
 
 
 def local_part(tensor: Tensor) -> Tensor:

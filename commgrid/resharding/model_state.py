@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from commgrid.data_parallel.slot import Reducer, slot_of
@@ -16,9 +15,10 @@ from commgrid.errors import SpecError
 from commgrid.parameters import Placement, foreign_slice, placements
 from commgrid.parameters.foreign import ForeignCut, foreign_cut
 from commgrid.parameters.layout import axes_in_use
+from commgrid.parameters.placement import BufferPlacement, buffer_placements
 from commgrid.planning.region import AXES
 from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
-from commgrid.resharding.item import Item, Value, key_of, local_part, whole
+from commgrid.resharding.item import Item, Own, Value, key_of
 from commgrid.runtime.grid import HyperCommGrid
 
 _EXTRA = "_extra_state"
@@ -129,13 +129,19 @@ class ModelState:
                 ("model", name), box.shape, chunks, parameter.dtype, mine, copies=box.copies,
                 shared=shared.group if shared is not None and shared.size > 1 else None,
             )  # fmt: skip
-        everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         seen: set[str] = set()
-        for name, buffer in self._buffers():
-            data = _whole_of(name, buffer)
-            mine = turns.is_mine(everywhere, data.nbytes) and name not in seen
+        for name, one in self._buffers():
+            box = saved_parameter(replace(one, name=name), self.grid)
+            chunks = box.chunks(one.parameter)
+            size = sum(chunk.data.nbytes for chunk in chunks)
+            mine = turns.is_mine(box.copies, size) and name not in seen
             seen.add(name)
-            yield whole(("model", name), data, writes=mine, repeats=True, copies=everywhere)
+            own = Own(one.mark.merge, one.is_stacked) if one.mark.own is not None else None
+            yield Item(
+                ("model", name), box.shape, chunks, one.buffer.dtype, mine, repeats=True,
+                copies=box.copies, own=own,
+            )  # fmt: skip
+        everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         for name, module in self._stateful():
             mine = turns.is_mine(everywhere, 0) and name not in seen
             seen.add(name)
@@ -163,12 +169,12 @@ class ModelState:
         found = (slot.reducer for slot in slots if slot is not None)
         yield from dict.fromkeys(reducer for reducer in found if reducer is not None)
 
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+    def _buffers(self) -> Iterator[tuple[str, BufferPlacement]]:
         """Persistent ones, of every chunk."""
-        for name, module in self._modules():
-            for key, buffer in module.named_buffers(recurse=False):
-                if key not in module._non_persistent_buffers_set:
-                    yield _join(name, key), buffer
+        for chunk in self.chunks:
+            for found in buffer_placements(chunk):
+                if found.is_persistent:
+                    yield _clean(found.name), found
 
     def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules with extra state, by the name that torch gives it."""
@@ -227,13 +233,3 @@ def _refuse_further_state(model: nn.Module) -> None:
 
 def _join(*names: str) -> str:
     return ".".join(name for name in names if name)
-
-
-def _whole_of(name: str, buffer: Tensor) -> Tensor:
-    """A buffer's numbers, also of a DTensor that every rank has whole."""
-    if isinstance(buffer, DTensor) and not all(p.is_replicate() for p in buffer.placements):
-        raise SpecError(
-            f"buffer {name} is a DTensor with placements {buffer.placements}; expected buffers "
-            "that are equal on all ranks"
-        )
-    return local_part(buffer)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from commgrid.errors import ShapeError, SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.resharding.item import Chunk, Item, local_part
+from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial
 from commgrid.resharding.naming import Naming, Rename
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -162,11 +162,7 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
         )
     data, inner = local_part(tensor), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
-        if any(placement.is_partial() for placement in tensor.placements):
-            raise SpecError(
-                f"{name} is a DTensor with placements {tensor.placements}, parts of a sum; "
-                "redistribute it to Shard or Replicate first"
-            )
+        refuse_partial(name, tensor)
         (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]
         inner = tuple(chunk.offsets)
     shape, offset = tuple(tensor.shape), inner

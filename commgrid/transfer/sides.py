@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,6 +209,7 @@ class TargetSide(OneSide):
     _offered: dict[str, Form] = field(default_factory=dict, init=False)
     _stored: dict[str, Any] = field(default_factory=dict, init=False)
     _told: frozenset[str] = field(default=frozenset(), init=False)
+    _merges: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     @property
     def what(self) -> str:
@@ -234,9 +235,13 @@ class TargetSide(OneSide):
         self.wants = bool(values)
 
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
+        self._merges = []
         for item in items:
             name = item.path[-1]
             if self.names.has(name):
+                if name in self._offered:
+                    item, merge = item.fitted(self._offered[name].shape)
+                    self._merges += [merge] if merge is not None else []
                 held.add(name, item.shape, item.dtype, item.chunks, self._read_from(item))
         _refuse_one_memory(held)
         if isinstance(self.model, Mapping):  # a module has one part of each parameter
@@ -304,6 +309,8 @@ class TargetSide(OneSide):
 
     def finish(self, values: Mapping[str, Any]) -> None:
         """Puts optimizer state in place; or tells optimizers that there are new weights."""
+        for merge in self._merges:
+            merge()
         if self._optimizer_state is not None:
             with torch.no_grad():
                 self._optimizer_state.take(values)
