@@ -106,6 +106,19 @@ class Diagnosis:
         worst: tuple[Severity, ...] = ("error", "warning", "unknown")
         return next((each for each in worst if each in found), None)
 
+    def behind(self, rank: int) -> list[int]:
+        """Return a rank, and the ranks that wait for it directly or by way of others.
+
+        >>> waiting = {0: (1,), 1: (0,), 2: (1,), 3: (4,)}
+        >>> Diagnosis((), (), (), (), waiting).behind(0)
+        [0, 1, 2]
+        """
+        found, more = set[int](), {rank}
+        while more:
+            found |= more
+            more = {each for each, others in self.waiting.items() if found & {*others}} - found
+        return sorted(found)
+
     def as_dict(self) -> dict[str, Any]:
         """As `commgrid diagnose --json` prints it."""
         return {

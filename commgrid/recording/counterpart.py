@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from commgrid.call_analysis.mismatch import difference
 from commgrid.call_records.call import Group
 from commgrid.call_records.operations import TRANSFERS, Alike
 from commgrid.torch_compat.interposer import Arguments
@@ -94,6 +95,17 @@ def is_accepted(made: Arguments) -> bool:
         and all(dtype in _ACCEPTED for dtype, _ in kinds)
         and made.reduction in _REDUCTIONS
     )
+
+
+def ending(mine: Alike, theirs: Alike) -> str:
+    """The kind of a difference at which gloo ends a process, since messages differ in length.
+
+    >>> ones = Alike("all_reduce", "float32", 8, None, "SUM")
+    >>> ending(ones, ones._replace(size=4, reduction="MAX")), ending(ones, ones._replace(size=0))
+    ('other shape', '')
+    """
+    kind = difference(mine._replace(root=None, reduction=""), theirs)
+    return "" if kind == "other operation" else kind
 
 
 def way_of(group: Group, operation: str, mine: int, other: int, tag: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -34,6 +34,7 @@ from commgrid.recording.counterpart import (
     Counterpart,
     Words,
     as_uncertain,
+    ending,
     is_accepted,
     is_uncertain,
     number,
@@ -213,10 +214,10 @@ class OrderCheck:
     def issued(self, call: object, work: dist.Work | None) -> None:
         if not isinstance(call, Issued):
             return
-        channel, links, begun, _ = call
+        _, links, begun, _ = call
         for link in links:
             link.issued[begun.turn] = link.mine[begun.turn]
-            self._compare(link, channel, begun.turn)
+            self._compare(call, link)
         if work is not None:
             self._pending[work] = call
 
@@ -249,7 +250,7 @@ class OrderCheck:
                     return
                 self._look(call)
                 has_looked = True
-            self._compare(link, channel, begun.turn)
+            self._compare(call, link)
         if has_looked:
             self._at_store.note_ended()
 
@@ -326,49 +327,56 @@ class OrderCheck:
         if not all(turn in link.theirs for link in call.links):
             self._mail.read(0.0)
         for link in call.links:
-            self._compare(link, call.channel, turn, made)
+            self._compare(call, link, made)
 
     def _compare(
-        self, link: Counterpart, channel: Channel, turn: int,
-        made: torch_calls.Arguments | None = None,
-    ) -> None:  # fmt: skip
+        self, call: Issued, link: Counterpart, made: torch_calls.Arguments | None = None
+    ) -> None:
         """Compare a call with the other rank's, if that has come.
 
         Args:
             made: the arguments of a call that is not issued yet; None: it is issued. torch may
                 still refuse either call, and the program then make another one. So a call is
-                stopped before its issue only if sizes differ, for which gloo ends the process.
+                stopped before its issue only if gloo would end the process, and once the other is
+                issued. If neither is, the lower rank issues its call first.
 
         Raises:
             GridMismatchError: they differ.
         """
+        turn = call.begun.turn
         if not self._differs(link, turn):
             return
         self._send_words(link, turn)
-        self._read_until(
-            lambda: self._is_settled(link, turn) or (made is not None and turn in link.words),
-            timeouts().answer,
-        )
+        is_first = self._rank < link.rank
+
+        def is_known() -> bool:
+            if self._is_settled(link, turn) or not self._differs(link, turn):
+                return True
+            if made is None or (words := link.words.get(turn)) is None:
+                return False
+            return is_first or ending(made.alike, words.alike) != "other dtype"
+
+        self._read_until(is_known, timeouts().answer)
         theirs, mine = link.words.get(turn), self._recorded(link, turn)
         if not self._differs(link, turn) or theirs is None or mine is None:
             return  # it was taken back, or its rank is gone
-        kind = difference(mine.alike, theirs.alike)
+        kind, end = (of(mine.alike, theirs.alike) for of in (difference, ending))
         if not kind:
             self._note_agreement(link.mine[turn], theirs.digest)
-        sizes = {mine.alike.size, theirs.alike.size}
-        is_deadly = (
-            (kind in ("other shape", "other size") or (kind == "other dtype" and theirs.is_issued))
-            and len(sizes - {0}) == 2
-            and not (is_uncertain(link.mine[turn]) or is_uncertain(theirs.digest))
-        )
-        if not kind or (made is not None and not is_deadly):
+        is_stopped = (
+            (end == "other dtype" and theirs.is_issued) or end in ("other shape", "other size")
+        ) and not (is_uncertain(link.mine[turn]) or is_uncertain(theirs.digest))
+        if not kind or (made is not None and not is_stopped):
             return
+        for each in call.links:  # whether torch accepts it or not
+            each.issued[turn] = each.mine[turn]
+            self._send_words(each, turn)
         sides = [
             ((self._rank,), mine.said(), mine.where), ((link.rank,), theirs.said, theirs.where)
         ]  # fmt: skip
         told = both(sorted(sides))
         error = GridMismatchError(
-            f"call {turn} of {channel.group.name} is not the same on all ranks: {told}"
+            f"call {turn} of {call.channel.group.name} is not the same on all ranks: {told}"
         )
         event = link.event(turn)
         self._post_error(event, f"{error}")
@@ -432,22 +440,9 @@ class OrderCheck:
         """Return deadlocks by the records of all ranks, each with the ranks that wait for it."""
         found = remote.diagnose(2 * timeouts().beat, patience=MOMENT)
         return {
-            each.text: _behind(each.ranks[0], found.waiting)
+            each.text: found.behind(each.ranks[0])
             for each in found.causes if each.is_circle and each.severity == "error"
         }  # fmt: skip
-
-
-def _behind(rank: int, waiting: Mapping[int, Collection[int]]) -> list[int]:
-    """Return a rank, and the ranks that wait for it directly or by way of others.
-
-    >>> _behind(0, {0: [1], 1: [0], 2: [1], 3: [4]})
-    [0, 1, 2]
-    """
-    found, more = set[int](), {rank}
-    while more:
-        found |= more
-        more = {each for each, others in waiting.items() if found.intersection(others)} - found
-    return sorted(found)
 
 
 def check_argument(verify: str | None) -> None:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import commgrid
-from commgrid import CommGridError, GridMismatchError, SpecError
+from commgrid import CommGridError, GridMismatchError, SpecError, Timeouts
 from commgrid.recording.order_check import MOMENT
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import interposer as torch_calls
@@ -111,6 +111,18 @@ def dtypes(group: Any, rank: int) -> None:
     dist.all_reduce(torch.ones(2, dtype=torch.float64 if rank == 1 else None), group=group)
 
 
+def bytes_alike(group: Any, rank: int) -> None:
+    """As many bytes, which gloo cuts at elements, so that its messages differ."""
+    x = torch.ones(2, dtype=torch.float64) if rank == 1 else torch.ones(4)
+    dist.all_reduce(x, group=group)
+
+
+def sizes_under_another_reduction(group: Any, rank: int) -> None:
+    odd = rank == 1
+    most = dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM
+    dist.all_reduce(torch.ones(300 if odd else 2), most, group=group)
+
+
 def operations(group: Any, rank: int) -> None:
     (dist.barrier if rank == 1 else lambda g: dist.all_reduce(torch.ones(2), group=g))(group)
 
@@ -129,7 +141,9 @@ def transfers(group: Any, rank: int) -> None:
         raise GridMismatchError("rank 1, rank 2: not of mine")
 
 
-DIFFERENT = [shapes, dtypes, operations, roots, transfers]
+DIFFERENT = [
+    shapes, dtypes, bytes_alike, sizes_under_another_reduction, operations, roots, transfers
+]  # fmt: skip
 
 
 def different(index: int) -> str:
@@ -143,7 +157,7 @@ def different(index: int) -> str:
     return text
 
 
-@pytest.mark.full("dtypes", "roots", "operations")
+@pytest.mark.full("dtypes", "sizes*", "roots", "operations")
 @pytest.mark.parametrize("index", range(len(DIFFERENT)), ids=[each.__name__ for each in DIFFERENT])
 def test_every_member_is_told_at_the_first_difference(index: int) -> None:
     for text in run_on_ranks(different, 4, index, backend=None, launcher="torchrun"):
@@ -193,7 +207,9 @@ class Interrupts:
 
 
 def refused_amid_another() -> list[float]:
-    grid = commgrid.initialize(verify="order", timeout=FOREVER)
+    # Rank 1 waits for `answer` seconds whether rank 0 issues the call that is refused.
+    seconds = Timeouts(answer=MOMENT)
+    grid = commgrid.initialize(verify="order", timeout=FOREVER, timeouts=seconds)
     group, x, interrupts = grid.get_group("dp"), torch.ones(2), Interrupts()
     if grid.rank == 0:
         torch_calls.listen(interrupts)
