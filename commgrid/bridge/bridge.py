@@ -161,7 +161,7 @@ class Bridge(nn.Module):
                 "bridge", self.name, grids, document, deadline,
                 phases=PHASES, limit="startup_timeout",
             ) as pair:  # fmt: skip
-                self.rank = pair.rank
+                self.rank = pair.numbering.rank
                 self._source, self._target = (self._side(pair.cards, what) for what in SIDES)
                 crossing = sorted({*self._source.ranks, *self._target.ranks})
                 cards = pair.cards.values()

@@ -26,9 +26,9 @@ class PairGroup:
     Args:
         pair: all ranks of both grids, which have met.
         about: its name in messages, such as `bridge 'images'`.
-        ranks: global ranks, in one order on all of them.
+        ranks: by the pairing's numbers, in one order on all of them.
         grids: that this rank is in, whose watches it follows.
-        backend: None: WORLD's.
+        backend: None: the pairing's.
         timeout: seconds that a message may take; None: torch's default.
         connect: whether `connect` is going to be called, rather than a first collective.
         told: called before the watch breaks connections, with the failure, and whether it is a rank
@@ -36,7 +36,7 @@ class PairGroup:
 
     Attributes:
         group: torch's.
-        ranks: its global ranks.
+        ranks: of it.
         key: at the store, for it alone.
     """
 
@@ -53,19 +53,20 @@ class PairGroup:
         told: Callable[[str, bool], object] = lambda text, late: None,
     ) -> None:
         self.about, self.ranks, self.key = about, tuple(ranks), pair.key
-        self._timeout, self._told = timeout, told
+        self._timeout, self._told, self._numbering = timeout, told, pair.numbering
         self._watch: Watch | None = None
         with torch_nccl.errors_are_ours() if pair.watched else nullcontext():
             self.group = torch_groups.create_group(
                 self.key,
                 about,
                 self.ranks,
-                backend=backend,
+                backend=backend or pair.backend,
                 options=GroupOptions(),
                 timeout=timeout,
                 startup_timeout=pair.patience(),
                 connect=connect,
                 hearing=Hearing(self._where, self.post),
+                numbering=pair.numbering,
             )
         self._unconnected = {self.group}
         if pair.watched and len(self.ranks) > 1:
@@ -78,11 +79,12 @@ class PairGroup:
     def _make_watch(self, grids: Iterable[HyperCommGrid]) -> Watch:
         """Make the watch, and publish its address."""
         watched = WatchedGroup(self.about, self.ranks, self.group)
-        watch = prepare(self.key, self.ranks, self._timeout, self._wake, [watched])
+        watch = prepare(self.key, self.ranks, self._timeout, self._wake, [watched], self._numbering)
         watch.tell_address()
         for grid in grids:
             if grid.watch is not None:
-                watch.follow(grid.watch)
+                of = f"grid {grid.name!r}: " if self._numbering.is_joint else ""
+                watch.follow(grid.watch, of)
         return watch
 
     def _wake(self, why: str, late: bool) -> None:

@@ -9,14 +9,21 @@ ranks:
     all ranks of both    meet, compare, make their communicator, meet
 
 The n-th source of a name meets the n-th target. A rank that knows both grids need not wait.
+
+The grids may be of two programs, each with a torch.distributed of its own (`OtherWorld`). Their
+first ranks find each other at a store of both, and all ranks get joint numbers, the source's first:
+
+    ranks 0-3 of the trainer    0 1 2 3
+    ranks 0-1 of the engine             4 5
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 from weakref import WeakKeyDictionary
@@ -24,6 +31,7 @@ from weakref import WeakKeyDictionary
 from commgrid.errors import (
     CommGridError,
     GridDestroyedError,
+    GridMismatchError,
     GridNotInitializedError,
     PeerFailedError,
     PeerTimeoutError,
@@ -37,15 +45,39 @@ from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.startup_agreement import Rendezvous
+from commgrid.store.client import served
 from commgrid.store.driver import Result, StoreDriver
 from commgrid.store.key_wait import seconds_until
+from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error
+from commgrid.version import VERSION
 
 SIDES = ("source", "target")
 
+_ERRORS: dict[str, type[CommGridError]] = {
+    each.__name__: each for each in (GridMismatchError, PeerTimeoutError)
+}
 _HEARD: WeakKeyDictionary[HyperCommGrid, dict[str, int]] = WeakKeyDictionary()
 """For each grid of this rank: by counter, the number of its last failed call."""
+
+
+@dataclass(frozen=True)
+class OtherWorld:
+    """The program of the other grid, which has a torch.distributed of its own.
+
+    Args:
+        store: a store of torch's that all ranks of both programs reach.
+        name: what this program calls the other one in messages.
+    """
+
+    store: Any
+    name: str
+
+    def __str__(self) -> str:
+        store = served(self.store)
+        at = f"{store.host}:{store.port}" if hasattr(store, "host") else getattr(store, "path", "")
+        return f"a store at {at}" if at else "one store"
 
 
 @dataclass(frozen=True)
@@ -57,6 +89,8 @@ class Card:
         spec: resolved.
         backend, timeout: of its communicators, as they were given.
         watched: whether it is watched (`commgrid.health.detector`).
+        peer: what its program calls the other one; "": there is one program.
+        kinds: its world's backend for each device, such as `cpu:gloo`.
     """
 
     identity: str
@@ -64,11 +98,16 @@ class Card:
     backend: str | None
     timeout: float | None
     watched: bool
+    peer: str = ""
+    kinds: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, grid: HyperCommGrid) -> Card:
+    def of(cls, grid: HyperCommGrid, elsewhere: OtherWorld | None = None) -> Card:
         watched = grid.watch is not None
-        return cls(grid.identity, grid.spec, grid.backend, grid.timeout, watched)
+        found = cls(grid.identity, grid.spec, grid.backend, grid.timeout, watched)
+        if elsewhere is None:
+            return found
+        return replace(found, peer=elsewhere.name, kinds=torch_world.world_kinds())
 
     @property
     def first(self) -> int:
@@ -79,15 +118,21 @@ class Card:
         return json.dumps({
             "identity": self.identity, "spec": self.spec.to_dict(),
             "world": len(self.spec.grid_ranks), "backend": self.backend, "timeout": self.timeout,
-            "watched": self.watched,
+            "watched": self.watched, "peer": self.peer, "kinds": self.kinds, "version": VERSION,
         })  # fmt: skip
 
     @classmethod
     def from_text(cls, text: str) -> Card:
         said = json.loads(text)
+        if said["version"] != VERSION:
+            raise GridMismatchError(
+                f"one grid has commgrid {VERSION} and the other one {said['version']}; install one "
+                "version for both programs"
+            )
         spec = GridSpec.from_config(said["spec"])
         spec = spec.resolve(said["world"] if spec.ranks is None else None)
-        return cls(said["identity"], spec, said["backend"], said["timeout"], said["watched"])
+        form = said["backend"], said["timeout"], said["watched"]
+        return cls(said["identity"], spec, *form, said["peer"], tuple(said["kinds"]))
 
 
 def check_alive(about: str, grid: HyperCommGrid) -> None:
@@ -107,6 +152,18 @@ def check_alive(about: str, grid: HyperCommGrid) -> None:
         )
 
 
+def numbered(error: BaseException, legend: str) -> BaseException:
+    """Return an error that says whose ranks its numbers are.
+
+    Args:
+        error: one of commgrid's; others stay as they are.
+        legend: of a pairing.
+    """
+    if not legend or legend in f"{error}" or not isinstance(error, CommGridError):
+        return error
+    return type(error)(f"{error} ({legend})")
+
+
 class Pairing:
     """All ranks of two grids, from finding each other to being ready.
 
@@ -120,13 +177,17 @@ class Pairing:
         deadline: `time.monotonic()` until which to wait.
         phases: names of the rounds after comparing, at least one.
         limit: the parameter by which a user sets the deadline, for messages.
+        elsewhere: where the other grid is; None: in this world.
 
     Attributes:
-        rank: this one.
+        numbering: this rank's number, and the store of both grids.
         cards: of both sides.
         ranks: of both, ascending.
+        backend: of their communicator; None: WORLD's.
+        legend: for messages, whose joint numbers are which ranks; "" within one world.
         watched: whether one of the grids is watched, so that their communicator has to be, too.
         key: at the store, for this bridge or transfer alone.
+        leftovers: keys there that no rank needs once it has ended.
 
     Raises:
         GridDestroyedError, GridNotInitializedError: a grid's communicators are gone.
@@ -144,8 +205,10 @@ class Pairing:
         *,
         phases: Sequence[str],
         limit: str,
+        elsewhere: OtherWorld | None = None,
     ) -> None:
         self._about, self._what, self._limit = f"{what} {name!r}", what, limit
+        self._elsewhere, self._meeting, self.legend = elsewhere, "", ""
         for grid in grids.values():
             check_alive(self._about, grid)
         self._driver = StoreDriver(
@@ -154,7 +217,7 @@ class Pairing:
             lambda: max(0.0 if self._failing else seconds_until(deadline), timeouts().answer),
         )
         self._failing = False
-        self.rank = torch_world.world_rank()
+        self._rank = torch_world.world_rank()
         self._room = f"commgrid/{what}/{name}"
         self._grids = grids
         # Time before the deadline to tell the other ranks of this grid what was found.
@@ -163,15 +226,16 @@ class Pairing:
         self._calls: dict[str, tuple[Calls, int]] = {}
         self._card: match.Candidate | None = None
         try:
-            self.cards = self._both({side: Card.of(grid) for side, grid in grids.items()})
+            self.cards = self._both(
+                {side: Card.of(grid, elsewhere) for side, grid in grids.items()}
+            )
             source, target = (self.cards[side] for side in SIDES)
-            self.ranks = tuple(sorted({*source.spec.grid_ranks, *target.spec.grid_ranks}))
-            self.watched = source.watched or target.watched
+            self._take_numbers(source, target)
             self._rendezvous = Rendezvous(
-                self._driver.store,
+                self.numbering.store,
                 name=f"{what}/{name}",
                 about=self._about,
-                rank=self.rank,
+                rank=self.numbering.rank,
                 ranks=self.ranks,
                 document={
                     **document, "source_grid": source.identity, "target_grid": target.identity,
@@ -180,23 +244,27 @@ class Pairing:
                 phases=phases,
                 call=self._advice,
                 limit=limit,
+                tells_host=elsewhere is None,
             )  # fmt: skip
         except BaseException as error:
             self._failing = True
             with suppress(StoreLostError):
                 self._end_calls(error)
-            if isinstance(error, CommGridError) or not isinstance(error, RuntimeError):
+            if isinstance(error, CommGridError):
+                raise numbered(error, self.legend) from error
+            if not isinstance(error, RuntimeError):
                 raise
-            raise as_peer_error(self._about, error) from error
+            store = None if elsewhere is None else elsewhere.store
+            raise as_peer_error(self._about, error, store) from error
         finally:
             self._driver.close()
         for calls, number in self._calls.values():  # all ranks have come to the meeting
             self._driver.run(tidy(calls.end(number)))
         for side, grid in grids.items():
             _HEARD.get(grid, {}).pop(self._counter(side, self.cards[side]), None)
-        self.key = (
-            f"{self._room}/{self._rendezvous.incarnation}/{source.identity}/{target.identity}"
-        )
+        unique = f"{self._rendezvous.incarnation}/{source.identity}/{target.identity}"
+        self.key = f"{self._room}/{self._meeting or unique}"
+        self.leftovers = () if elsewhere is None else (self._rendezvous.counter,)
         self.meet, self.patience = self._rendezvous.meet, self._rendezvous.patience
 
     def __enter__(self) -> Pairing:
@@ -205,8 +273,43 @@ class Pairing:
     def __exit__(self, *how: Any) -> None:
         self._rendezvous.__exit__(*how)
 
+    def _take_numbers(self, source: Card, target: Card) -> None:
+        """Number the ranks of both grids, and choose how they talk."""
+        self.backend: str | None = None
+        self.watched = source.watched or target.watched
+        ranks, others = source.spec.grid_ranks, target.spec.grid_ranks
+        if self._elsewhere is None:
+            self.ranks = tuple(sorted({*ranks, *others}))
+            self.numbering = torch_world.world_numbering()
+            return
+        count = len(ranks)
+        is_source = "source" in self._grids
+        place = ranks.index(self._rank) if is_source else count + others.index(self._rank)
+        self.ranks = tuple(range(count + len(others)))
+        self.numbering = torch_world.joint_numbering(
+            place, self._elsewhere.store, f"{self._room}/{self._meeting}"
+        )
+        numbers = (
+            (self.ranks[:count], target.peer, ranks),
+            (self.ranks[count:], source.peer, others),
+        )
+        self.legend = " and ".join(
+            f"{describe_ranks(joint)} {'are' if len(joint) > 1 else 'is'} {name}'s "
+            f"{describe_ranks(own)}" for joint, name, own in numbers
+        )  # fmt: skip
+        self.backend = torch_world.common_backend(source.kinds, target.kinds)
+        self.watched |= not torch_nccl.ending_at_abort(re.findall(r":([^,]*)", self.backend))
+        if not self.backend:
+            raise GridMismatchError(
+                f"{self._about}: {target.peer} runs on {', '.join(source.kinds)} and {source.peer} "
+                f"on {', '.join(target.kinds)}; start both with a backend that they have in "
+                "common, such as cpu:gloo,cuda:nccl"
+            )
+
     @property
     def _advice(self) -> str:
+        if self._elsewhere is not None:
+            return f"{self._what.capitalize()} with this name= and {self._elsewhere}"
         return f"{self._what.capitalize()} on the ranks of both grids, under one name="
 
     # -- finding the other grid -----------------------------------------------------------
@@ -220,7 +323,7 @@ class Pairing:
     def _both(self, known: dict[str, Card]) -> dict[str, Card]:
         """Both sides' cards, of which this rank knows one or both."""
         for side, card in known.items():
-            if card.first == self.rank:
+            if card.first == self._rank:
                 calls = Calls(self._counter(side, card))
                 self._calls[side] = calls, self._run(calls.begin())
         for side, other in (SIDES, SIDES[::-1]):
@@ -229,7 +332,7 @@ class Pairing:
         for side, other in (SIDES, SIDES[::-1]):
             if side in self._calls:
                 calls, number = self._calls[side]
-                told = json.dumps({"card": known[other].to_text()})
+                told = json.dumps({"card": known[other].to_text(), "meeting": self._meeting})
                 self._run(calls.tell(number, told))
             elif other not in known:
                 known[other] = self._hear(side, known[side])
@@ -242,6 +345,8 @@ class Pairing:
 
     def _find(self, known: Mapping[str, Card], side: str, other: str) -> Card:
         mine, wanted = known[side], known.get(other)
+        if self._elsewhere is not None:
+            return self._meet(self._elsewhere, side, other, mine)
         self._card = match.Candidate(
             self._about, side, mine.identity, None if wanted is None else wanted.identity,
             f"{self._room}/{uuid4().hex}", mine.to_text(),
@@ -250,6 +355,33 @@ class Pairing:
         if text is None:
             raise self._nobody(side, mine)
         return Card.from_text(text)
+
+    def _meet(self, elsewhere: OtherWorld, side: str, other: str, mine: Card) -> Card:
+        """Meet the other program's first rank at the store of both."""
+        shared = StoreDriver(
+            elsewhere.store, 2, lambda: max(seconds_until(self._deadline), timeouts().answer)
+        )
+        words = uuid4().hex[:16], mine.to_text()
+        try:
+            met = shared.run(match.meet_world(self._room, side, other, *words, self._until))
+        except StoreLostError as lost:
+            raise (lost.__cause__ or lost) from None
+        finally:
+            shared.close()
+        if isinstance(met, match.Met):
+            self._meeting = met.name
+            return Card.from_text(met.words)
+        if met.replaced:
+            raise GridMismatchError(
+                f"{self._about}: another program has come to {elsewhere} as its {side}, while this "
+                "one waited; give each pair of programs a name= of its own"
+            )
+        silent = "; a process came before, and has ended or does not answer" if met.silent else ""
+        raise PeerTimeoutError(
+            f"{self._about}: no {elsewhere.name} has come to meet this program at {elsewhere} "
+            f"within {self._limit}{silent}; is its first rank running, and does it call "
+            f"{self._advice}?"
+        )
 
     def _nobody(self, side: str, card: Card, unless: str = "") -> PeerTimeoutError:
         (other,) = {*SIDES} - {side}
@@ -279,14 +411,15 @@ class Pairing:
         _HEARD.setdefault(self._grids[side], {})[counter] = heard.number
         told = json.loads(heard.words)
         if "card" in told:
+            self._meeting = told["meeting"]
             return Card.from_text(told["card"])
-        raise (PeerTimeoutError if told["late"] else PeerFailedError)(told["error"])
+        raise _ERRORS.get(told["kind"], PeerFailedError)(told["error"])
 
     def _end_calls(self, error: BaseException) -> None:
         """Tell the other ranks of an error, and look for another grid no longer."""
         known = isinstance(error, CommGridError)
-        said = f"{error}" if known else f"{self._about}: rank {self.rank} failed: {error!r}"
-        words = json.dumps({"error": said, "late": isinstance(error, PeerTimeoutError)})
+        said = f"{error}" if known else f"{self._about}: rank {self._rank} failed: {error!r}"
+        words = json.dumps({"error": said, "kind": type(error).__name__})
         for calls, number in self._calls.values():
             self._driver.run(calls.fail(number, words))
         if self._card is not None:

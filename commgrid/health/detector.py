@@ -83,7 +83,7 @@ class Watch:
         """Ranks whose processes this one, or the rank that told of the failure, has seen end."""
         self._learnt = threading.Event()
         self._waking: Asked | None = None
-        self._followers: list[Watch] = []
+        self._followers: list[tuple[Watch, str]] = []
         self._followed: list[Watch] = []
         self._links = ControlChannel(
             rank, ranks, address, timeouts().silent,
@@ -115,16 +115,17 @@ class Watch:
         self._links.silent_after = min(self._timeout, timeouts().silent)
         self._driver.run(addresses.withdraw(self._at, self._rank))
 
-    def follow(self, other: Watch) -> None:
+    def follow(self, other: Watch, of: str = "") -> None:
         """Fails whenever another does, as what is between two grids fails with each of them.
 
         Args:
             other: of a grid, some of whose ranks this one watches too.
+            of: what goes before its failures, where it has other numbers for ranks.
         """
         self._followed.append(other)
-        other._followers.append(self)
+        other._followers.append((self, of))
         if other.failure is not None:
-            self._fails(other.failure, other.late)
+            self._fails(f"{of}{other.failure}", other.late)
 
     def post(self, text: str, late: bool = False) -> str:
         """Tells all ranks of a failure, unless this one has learnt of another before; which.
@@ -158,7 +159,8 @@ class Watch:
         with self._first:
             self._ended = True
         while self._followed:
-            self._followed.pop()._followers.remove(self)
+            followers = self._followed.pop()._followers
+            followers[:] = [each for each in followers if each[0] is not self]
         if self._waking is not None:
             self._waking.is_over(timeouts().abort + timeouts().answer)
         self._links.close()
@@ -201,8 +203,8 @@ class Watch:
             if wake:  # which takes NCCL some time, while the links go on
                 self._waking = Asked(partial(self._wakes, text, late))
         self._learnt.set()
-        for each in list(self._followers):
-            each._fails(text, late, wake=wake)
+        for each, of in list(self._followers):
+            each._fails(f"{of}{text}", late, wake=wake)
 
     def _wakes(self, text: str, late: bool) -> None:
         try:
@@ -250,18 +252,20 @@ def prepare(
     timeout: float | None,
     wake: Callable[[str, bool], object],
     communicators: Sequence[Watched] = (),
+    numbering: torch_world.Numbering | None = None,
 ) -> Watch:
-    """Make the `Watch` of this rank over others that meet at WORLD's store.
+    """Make the `Watch` of this rank over others.
 
-    A timeout of None is torch's default for WORLD's backend.
+    A timeout of None is torch's default for WORLD's backend; without a numbering it is WORLD's.
     """
+    numbering = numbering or torch_world.world_numbering()
     return Watch(
-        torch_world.world_store(),
+        numbering.store,
         key,
-        torch_world.world_rank(),
+        numbering.rank,
         ranks,
         timeout=torch_world.group_timeout(timeout),
-        address=torch_world.own_address(),
+        address=torch_world.own_address(numbering.store),
         communicators=communicators,
         wake=wake,
     )

@@ -108,6 +108,8 @@ class Agreement:
         # Grids of disjoint ranks may share a name: their lowest ranks differ.
         self._first = members[0] if isinstance(members, range) else min(members)
         self._room, self._number, self._over = f"{name}@{self._first}", 0, b""
+        self.counter = f"{self._room}/over"
+        """Key that stays at the store for the next agreement in this room."""
         self._base = ""
         assert len(phases) < MOST_PHASES
         self._phases, self._phase = ("compare", *phases), 0
@@ -133,7 +135,7 @@ class Agreement:
             PeerTimeoutError: a rank did not arrive; it is named.
             PeerFailedError: a rank has failed meanwhile.
         """
-        over = (yield Get((f"{self._room}/over",)))[0]
+        over = (yield Get((self.counter,)))[0]
         self._over = over or b""
         self._number = int(over or 0) + 1
         while not (yield from self._compare_at(f"{self._room}/{self._number}")):
@@ -448,7 +450,7 @@ class Agreement:
 
     def _end(self) -> Protocol[None]:
         """Mark this agreement as over: the next one gets the next number."""
-        yield Cas(f"{self._room}/over", self._over, str(self._number).encode())
+        yield Cas(self.counter, self._over, str(self._number).encode())
 
     def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
         """Wait for a key; after a while publish where."""

@@ -13,7 +13,17 @@ ended, the next round, in which all ranks of both grids meet, names it.
 The other ranks of a grid wait for their first one to tell what it has found. It counts the
 beginnings and ends of its calls, so that a rank that comes late to a call waits for the next one.
 
-Keys: `commgrid/match/board`, and at the counter of a grid's calls `<counter>/<number>`.
+Of two worlds there is one source and one target under a name, at a store that outlives both. The
+last card of a side stands, so that a side which was killed and started again replaces its own:
+
+    first of source   writes its card ─ reads the target's ─ agrees ─► reads that the target agrees
+    first of target   writes its card ─ reads the source's ─ agrees ─► reads that the source agrees
+
+A card that is left of a killed process agrees with nothing, and what two cards agree on is a name
+that no other two have.
+
+Keys: `commgrid/match/board`, and at the counter of a grid's calls `<counter>/<number>`. Between
+worlds `<room>/<side>` and `<room>/<token of the source>+<token of the target>/<side>`.
 """
 
 from __future__ import annotations
@@ -24,7 +34,7 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
-from commgrid.rendezvous.round import forget
+from commgrid.rendezvous.round import forget, tidy
 from commgrid.rendezvous.timeouts import timeouts
 
 _BOARD = "commgrid/match/board"
@@ -109,6 +119,77 @@ def withdraw(mine: Candidate, by: str) -> Protocol[bool]:
     if (yield Get((_BOARD,)))[0] is None:
         return False
     return (yield from _change(by, leave))
+
+
+@dataclass(frozen=True)
+class Met:
+    """Two worlds that have met.
+
+    Args:
+        name: of this meeting, which no other one has.
+        words: of the other side.
+    """
+
+    name: str
+    words: str
+
+
+@dataclass(frozen=True)
+class NotMet:
+    """The reason why no other world was met.
+
+    Args:
+        replaced: whether another process has come as this side.
+        silent: whether there is a card of the other side, with which nothing agrees.
+    """
+
+    replaced: bool = False
+    silent: bool = False
+
+
+def meet_world(
+    room: str, side: str, other: str, token: str, words: str, until: float
+) -> Protocol[Met | NotMet]:
+    """Exchange words with the other side, which is in another world.
+
+    Args:
+        room: what the keys begin with.
+        side, other: their names.
+        token: of this call; no other one has it.
+        words: for the other side.
+        until: time at which to give up.
+    """
+    mine = json.dumps({"token": token, "words": words}).encode()
+    at, theirs, name, seen = f"{room}/{side}", f"{room}/{other}", "", b""
+    yield Put(at, mine)
+    while (now := (yield Now())) < until:
+        look = min(now + timeouts().beat, until)
+        card: bytes | None = (yield Get((theirs,)))[0] if name else (yield WaitKey(theirs, look))
+        if card is not None and card != seen:
+            if name:  # of a card that was replaced
+                yield Drop((f"{room}/{name}/{side}",))
+            seen, its = card, json.loads(card)["token"]
+            name = "+".join((token, its) if side < other else (its, token))
+            yield Put(f"{room}/{name}/{side}", b"agreed")
+        if name and (yield WaitKey(f"{room}/{name}/{other}", look)) is not None:
+            yield from forget(f"{room}/{name}/{other}")
+            yield from tidy(_take_back(at, mine))
+            return Met(name, json.loads(seen)["words"])
+        standing = (yield Get((at,)))[0]
+        if standing is None:
+            yield Put(at, mine)
+        elif standing != mine:
+            yield from forget(f"{room}/{name}/{side}")
+            return NotMet(replaced=True)
+    yield from tidy(_take_back(at, mine))
+    yield from forget(f"{room}/{name}/{side}")
+    return NotMet(silent=bool(seen))
+
+
+def _take_back(at: str, card: bytes) -> Protocol[None]:
+    """Delete a card, unless another one stands there."""
+    if (yield Get((at,)))[0] == card:
+        yield Drop((at,))
 
 
 def _change(by: str, action: Callable[[list[Candidate]], Found]) -> Protocol[Found]:

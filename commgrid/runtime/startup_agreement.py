@@ -53,6 +53,7 @@ class Rendezvous:
         opens: whether this is the first rendezvous of a world, which opens an epoch.
         beforehand: called before this rank arrives; leaves something at the store.
         let_go: called after a connection was lost; closes this rank's connections.
+        tells_host: whether the launcher's numbers of the ranks on this host are those of `ranks`.
         **more: `about`, `call` and `limit`, as `Agreement` takes them.
 
     Raises:
@@ -75,13 +76,14 @@ class Rendezvous:
         opens: bool = False,
         beforehand: Callable[[], None] | None = None,
         let_go: Callable[[], object] = lambda: None,
+        tells_host: bool = True,
         **more: str,
     ) -> None:
         self._deadline, self._let_go, self._leaves = deadline, let_go, False
         given: dict[str, Any] = {
             "name": name, "me": rank, "members": ranks, "document": document, "phases": phases,
             "began": time.monotonic(), "until": deadline, "server": 0,
-            "where": partial(_on_this_host, rank), **more,
+            "where": partial(_on_this_host, rank) if tells_host else lambda: ("", ()), **more,
         }  # fmt: skip
         self._agreement = (
             FirstAgreement(token=uuid4().hex[:16], **given) if opens else Agreement(**given)
@@ -116,6 +118,11 @@ class Rendezvous:
     def incarnation(self) -> str:
         """A name that no other rendezvous at this store has."""
         return self._agreement.incarnation
+
+    @property
+    def counter(self) -> str:
+        """The key that stays at the store for the next rendezvous of this name and rank."""
+        return self._agreement.counter
 
     def meet(
         self, tell: Tell | None = None, say: bytes | None = None, speakers: Sequence[int] = ()

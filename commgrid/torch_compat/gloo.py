@@ -48,6 +48,7 @@ def beside(config: c10d.BackendConfig) -> c10d.Backend | None:
 def make_backend(
     name: str,
     ranks: list[int],
+    place: int,
     store: Any,
     config: c10d.BackendConfig,
     timeout: timedelta,
@@ -57,7 +58,8 @@ def make_backend(
 
     Args:
         name: of the group.
-        ranks: global ranks in the group's order.
+        ranks: in the group's order.
+        place: this process's among them.
         store: where they meet.
         config: the backends, gloo among them.
         timeout: how long a collective of the group may take.
@@ -75,17 +77,18 @@ def make_backend(
     kinds = config.get_device_backend_map().items()
     device = next(on for on, kind in kinds if kind == "gloo")
     kept = PrefixStore(f"{device}/", PrefixStore(f"{name}/", store))
-    return _Gloo(kept, ranks.index(dist.get_rank()), len(ranks), options)
+    return _Gloo(kept, place, len(ranks), options)
 
 
-def empty_group(name: str, ranks: list[int], store: Any) -> dist.ProcessGroup:
+def empty_group(name: str, size: int, place: int, store: Any) -> dist.ProcessGroup:
     """A group without a backend, registered in torch's tables like any other.
 
     Args:
-        name, ranks, store: as for `make_backend`.
+        size: number of its ranks.
+        name, place, store: as for `make_backend`.
     """
     kept, known, world = PrefixStore(f"{name}/", store), c10d.GroupName(name), c10d._world
-    group = dist.ProcessGroup(kept, ranks.index(dist.get_rank()), len(ranks))
+    group = dist.ProcessGroup(kept, place, size)
     group._set_group_name(known)
     _register_process_group(known, group)
     world.pg_map[group] = (c10d.Backend(c10d.Backend.UNDEFINED), kept)

@@ -35,11 +35,13 @@ from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.bounded_calls import bounded
 from commgrid.torch_compat.world import (
     FAKE,
+    Numbering,
     is_initialized,
+    set_numbering,
     set_timeout,
     unwrapped,
     world_backend,
-    world_store,
+    world_numbering,
 )
 
 T = TypeVar("T")
@@ -63,13 +65,14 @@ def create_group(
     connect: bool = False,
     prefix: str = "",
     hearing: Hearing | None = None,
+    numbering: Numbering | None = None,
 ) -> dist.ProcessGroup:
     """A process group of `ranks`, created by them alone; waits for none of them.
 
     Args:
         name: what the members meet under; used for no other group of this store.
         description: what torch's logs and flight recorder call it.
-        ranks: global ranks in the group's order, this process's among them.
+        ranks: in the group's order, this process's among them.
         backend: None takes WORLD's.
         options: what the groups table says of it; its backend and timeout go first.
         timeout: seconds a collective may take; None takes torch's default.
@@ -79,13 +82,16 @@ def create_group(
         connect: whether the caller connects it at once, by an exchange of all pairs of ranks.
         prefix: what its keys in the store begin with; a name that was used before needs one.
         hearing: callbacks of its gate to the failure detector (`commgrid.store.gate`).
+        numbering: of its ranks; None: they are global ones.
 
     Raises:
         SpecError: an NCCL option that this torch does not have.
         CommGridError: a backend that makes no group of some ranks.
     """
     world = c10d._get_default_group()
+    numbering = numbering or world_numbering()
     members = list(ranks)
+    place = members.index(numbering.rank)
     chosen = world_backend()
     if chosen != FAKE:
         chosen = options.backend or backend or chosen
@@ -102,25 +108,26 @@ def create_group(
     torchs = torch_gloo.beside(config) if lazy else parsed  # what its function for groups makes
     # WORLD's, before that is taken away.
     device = None if torchs is None else torch_nccl.device_for(kinds)
-    store: Any = PrefixStore(prefix, world_store()) if prefix else world_store()
+    store: Any = PrefixStore(prefix, numbering.store) if prefix else numbering.store
     gate = None
     if on_nccl and len(members) > 1:
         gate = Gate(
-            store, name, description, dist.get_rank(), members, limit.total_seconds(),
+            store, name, description, numbering.rank, members, limit.total_seconds(),
             startup_timeout if connect else None, hearing,
         )  # fmt: skip
     # Where creation waits for others, two threads must not wait for each other as well.
     with nullcontext() if waits else _CREATING, _unbound(world):
         gloo = None
         if lazy:
-            gloo = torch_gloo.make_backend(name, members, store, config, limit, connect)
+            gloo = torch_gloo.make_backend(name, members, place, store, config, limit, connect)
         if torchs is None:
-            made: object = torch_gloo.empty_group(name, members, store)
+            made: object = torch_gloo.empty_group(name, len(members), place, store)
         else:
             made, _ = c10d._new_process_group_helper(
                 len(members),
-                members.index(dist.get_rank()),
-                members,
+                place,
+                # It looks for this process's global rank among them.
+                [*members[:place], world.rank(), *members[place + 1 :]],
                 torchs,
                 gate or store,
                 c10d.GroupName(name),
@@ -135,14 +142,18 @@ def create_group(
         if gloo is not None:
             torch_gloo.add(group, gloo, description, parsed, config)
         if gate is not None:
-            _GATES[group] = gate
-            # What Python reads there, as gloo's addresses, is for no gate.
-            kept = c10d._world.pg_map[group][0], PrefixStore(f"{name}/", store)
-            c10d._world.pg_map[group] = kept
+            _pass(group, gate, PrefixStore(f"{name}/", store))
         c10d._world.pg_group_ranks[group] = _places(ranks)
+        set_numbering(group, numbering)
         if waits or lazy:
             set_timeout(group, limit)
     return group
+
+
+def _pass(group: dist.ProcessGroup, gate: Gate, store: PrefixStore) -> None:
+    """Keep a group's gate. What Python reads at its store, as gloo's addresses, is for no gate."""
+    _GATES[group] = gate
+    c10d._world.pg_map[group] = c10d._world.pg_map[group][0], store
 
 
 def _places(ranks: Sequence[int]) -> Any:

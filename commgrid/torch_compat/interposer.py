@@ -30,7 +30,7 @@ from torch import Tensor
 from commgrid.call_records.operations import TRANSFERS, Alike, Operation, alike, methods
 from commgrid.torch_compat import mesh
 from commgrid.torch_compat.mesh import Replaced, replace
-from commgrid.torch_compat.world import seeing
+from commgrid.torch_compat.world import is_joint, seeing
 
 
 class Arguments(NamedTuple):
@@ -242,6 +242,8 @@ def _telling(method: Callable[..., Any], operation: Operation) -> Callable[..., 
     @wraps(method)
     def call(its_group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
         # Not `group`: errors name the caller's function (`commgrid.recording.places`).
+        if is_joint(its_group):
+            return method(its_group, *args, **options)
         made = _read(operation, its_group, args, options)
         began: list[tuple[Listener, object]] = []
         in_batch = is_transfer and not _batching.number and _is_in_batch(sys._getframe(1))

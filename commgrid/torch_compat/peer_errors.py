@@ -13,24 +13,32 @@ from commgrid.store.client import served
 from commgrid.store.search import CANNOT_SERVE, first_line
 
 
-def as_peer_error(what: str, error: RuntimeError) -> CommGridError:
-    """Return commgrid's error for torch's: an absent or silent peer, a lost store, or another."""
+def as_peer_error(what: str, error: RuntimeError, asked: Any = None) -> CommGridError:
+    """Return commgrid's error for torch's: an absent or silent peer, a lost store, or another.
+
+    Args:
+        what: the subject of its message.
+        error: torch's.
+        asked: the store that was asked; None: WORLD's.
+    """
     if isinstance(error, CommGridError):
         return error
     text = first_line(error)
     if is_store_gone(error):
         return PeerTimeoutError(
-            f"{what}: the store{_store_address()} has ended or does not answer ({text}); is the "
-            "process that serves it, rank 0's or the launcher's, still running?"
+            f"{what}: the store{_store_address(asked)} has ended or does not answer ({text}); is "
+            "the process that serves it, rank 0's or the launcher's, still running?"
         )
     if is_peer_failure(error):
         return PeerTimeoutError(f"{what}: a member is gone, or did not answer in time ({text})")
     return CommGridError(f"{what}: {text}")
 
 
-def _store_address() -> str:
-    """Return the address of WORLD's store as ` at host:port`; empty if it is not known."""
-    store: Any = served(c10d._get_default_store()) if dist.is_initialized() else None
+def _store_address(asked: Any) -> str:
+    """Return the address of a store as ` at host:port`; empty if it is not known."""
+    if asked is None and dist.is_initialized():
+        asked = c10d._get_default_store()
+    store: Any = None if asked is None else served(asked)
     return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
 
 

@@ -7,18 +7,19 @@ removed.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
 from importlib.metadata import entry_points
 from typing import Any, ClassVar
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.errors import SpecError
@@ -90,6 +91,22 @@ def world_backend() -> str:
     return backend
 
 
+def world_kinds() -> tuple[str, ...]:
+    """Return WORLD's backend for each device, NCCL's with its version: `cpu:gloo`."""
+    kinds = c10d.BackendConfig(c10d.Backend(world_backend())).get_device_backend_map()
+    nccl = versions().get("nccl", "")
+    return tuple(f"{on}:{kind}{f' {nccl}' * (kind == 'nccl')}" for on, kind in kinds.items())
+
+
+def common_backend(kinds: Sequence[str], others: Sequence[str]) -> str:
+    """Return the backend that two worlds have in common, from their `world_kinds`; "": none.
+
+    >>> common_backend(["cpu:gloo", "cuda:nccl 2.27.3"], ["cpu:gloo", "cuda:gloo"])
+    'cpu:gloo'
+    """
+    return ",".join(kind.partition(" ")[0] for kind in kinds if kind in others)
+
+
 def world_store() -> Any:
     """The store that WORLD met at."""
     return c10d._get_default_store()
@@ -108,7 +125,11 @@ def flight_records() -> dict[str, Any]:
         entries = sorted(
             [*entries, *held.get("entries", [])], key=lambda each: each["time_created_ns"]
         )
+    joint = {name for group, name in list(c10d._world.pg_names.items()) if is_joint(group)}
+    entries = [each for each in entries if each.get("process_group", ("",))[0] not in joint]
     for group, name in list(c10d._world.pg_names.items()):
+        if name in joint:
+            continue
         ranks = str(dist.get_process_group_ranks(group))
         groups[name] = {
             "name": name, "desc": group.group_desc, "ranks": ranks, "issued": _issued(group),
@@ -126,9 +147,63 @@ def _issued(group: dist.ProcessGroup) -> dict[str, int]:
     return found
 
 
-def own_address() -> str:
-    """Return this host's address for other hosts: the one from which it reaches the store."""
-    store = served(world_store())
+@dataclass(frozen=True)
+class Numbering:
+    """The numbers of processes that make something together, as one of them has them.
+
+    Args:
+        rank: this process's: within one world its global rank.
+        store: that all of them reach.
+        is_joint: whether they are of two worlds, numbered together. A number is then no global
+            rank, and no other number or counter of either world is used.
+    """
+
+    rank: int
+    store: Any
+    is_joint: bool = False
+
+
+def world_numbering() -> Numbering:
+    """The numbers of this world."""
+    return Numbering(world_rank(), world_store())
+
+
+def joint_numbering(rank: int, store: Any, prefix: str) -> Numbering:
+    """The numbers of two worlds, whose keys at their store begin with a prefix."""
+    return Numbering(rank, PrefixStore(prefix, store), is_joint=True)
+
+
+def is_store(value: object) -> bool:
+    """Whether a value is a store of torch's."""
+    return isinstance(value, Store)
+
+
+_JOINT: WeakSet[Any] = WeakSet()
+
+
+def set_numbering(group: dist.ProcessGroup, numbering: Numbering) -> None:
+    """Note whose numbers a group has; torch finds a group of two worlds not by its ranks."""
+    if numbering.is_joint:
+        _JOINT.add(group)
+        by_ranks = c10d._world.tags_to_pg.get("", [])
+        by_ranks[:] = [each for each in by_ranks if each is not group]
+
+
+def is_joint(group: dist.ProcessGroup) -> bool:
+    """Whether a group's ranks are of two worlds, so that what torch says of them is no global rank.
+
+    Records and checks of calls, which name ranks of one world, leave such a group out.
+    """
+    return bool(_JOINT) and group in _JOINT
+
+
+def own_address(store: Any = None) -> str:
+    """Return this host's address for other hosts: the one from which it reaches a store.
+
+    Args:
+        store: None: WORLD's.
+    """
+    store = served(world_store() if store is None else store)
     found = address_towards(store.host, store.port) if hasattr(store, "host") else None
     return outward_address() if found is None else found
 

@@ -11,7 +11,7 @@ from commgrid.rendezvous.barriers import Barriers
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.round import Decision, is_good
 from commgrid.store.driver import StoreDriver
-from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.world import Numbering
 
 KINDS: dict[str, type[CommGridError]] = {
     "absent": PeerTimeoutError, "gone": PeerFailedError, "failed": TransferError,
@@ -23,14 +23,17 @@ class TransferBarriers:
 
     Args:
         key: what nothing else at the store is called.
-        rank: this process's.
+        numbering: of the ranks.
         ranks: of the transfer.
+        leftovers: keys that the last rank to leave deletes, too.
     """
 
-    def __init__(self, key: str, rank: int, ranks: Sequence[int]) -> None:
-        self.rank, self.ranks = rank, ranks
-        self._driver = StoreDriver(torch_world.world_store(), len(ranks))
-        self._barriers = Barriers(key, rank, ranks)
+    def __init__(
+        self, key: str, numbering: Numbering, ranks: Sequence[int], leftovers: Sequence[str] = ()
+    ) -> None:
+        self.rank, self.ranks, self._leftovers = numbering.rank, ranks, leftovers
+        self._driver = StoreDriver(numbering.store, len(ranks))
+        self._barriers = Barriers(key, self.rank, ranks)
 
     def come(self, name: str, seconds: float, did_not: str) -> None:
         """Arrive, and wait for the others.
@@ -79,7 +82,7 @@ class TransferBarriers:
     def close(self) -> None:
         """Leave; the last rank deletes what is left at the store."""
         with suppress(StoreLostError):
-            self._driver.run(self._barriers.close())
+            self._driver.run(self._barriers.close(*self._leftovers))
         self._driver.close()
 
 

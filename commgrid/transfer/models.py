@@ -13,12 +13,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.errors import ShapeError, SpecError
+from commgrid.grid_pairs.pairing import OtherWorld
 from commgrid.layout.axis_names import nearest
 from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial
 from commgrid.resharding.naming import Naming, Rename
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat import groups as torch_groups
+from commgrid.torch_compat.world import is_store
 
 Only = Iterable[str] | Callable[[str], bool]
 
@@ -192,6 +194,35 @@ def grids_of(
             "part of the model; a rank without a part gives its grid"
         )
     return found
+
+
+def other_world(
+    store: Any, peer: str | None, grids: Mapping[str, HyperCommGrid]
+) -> OtherWorld | None:
+    """The program of the other side; None: this one.
+
+    Args:
+        store, peer: as `Transfer` takes them.
+        grids: this rank's, by side.
+
+    Raises:
+        SpecError: one without the other, or both sides in this program.
+    """
+    if store is None and peer is None:
+        return None
+    if not is_store(store):
+        raise SpecError(
+            f"store={store!r}: expected a torch.distributed.TCPStore or FileStore that the ranks "
+            "of both programs reach; where both grids are of one program leave peer= out, too"
+        )
+    if not isinstance(peer, str | None) or peer == "":
+        raise SpecError(f"peer={peer!r}: expected what to call the other program, such as 'engine'")
+    if len(grids) > 1:
+        raise SpecError(
+            "store= is given, and both a source and a target: each of two programs gives its own "
+            "side, and None for the other; leave store= out where one program has both"
+        )
+    return OtherWorld(store, peer or "other program")
 
 
 def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:

@@ -127,7 +127,8 @@ class SharedBoxes:
 
     def __init__(self, side: GridLayouts, group: ProcessGroup) -> None:
         self._group, self._ranks_of = group, side.ranks_of
-        self._own = side.places.get(dist.get_rank())  # the place of this rank's layout
+        own = dist.get_process_group_ranks(group)[group.rank()]
+        self._own = side.places.get(own)  # the place of this rank's layout
         alike: dict[Any, list[str]] = {}
         for name, kind in side.kinds.items():
             alike.setdefault(kind, []).append(name)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import socket
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -18,9 +16,8 @@ from commgrid.collectives.plain import all_reduce
 from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.grid_pairs.pair_group import PairGroup
-from commgrid.grid_pairs.pairing import Pairing, check_alive
+from commgrid.grid_pairs.pairing import Pairing, check_alive, numbered
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
@@ -30,39 +27,15 @@ from commgrid.runtime.named_failures import GoneError, no_answer_of
 from commgrid.store.search import first_line
 from commgrid.torch_compat.peer_errors import is_peer_failure
 from commgrid.transfer.barriers import TransferBarriers
-from commgrid.transfer.models import Model, Names, Only, device_of, grids_of
+from commgrid.transfer.models import Model, Names, Only, device_of, grids_of, other_world
 from commgrid.transfer.shared_boxes import check_replicas, lost_between
-from commgrid.transfer.sides import SourceSide, TargetSide, refuse_shared_memory
+from commgrid.transfer.sides import SourceSide, TargetSide, Told, gathered, refuse_shared_memory
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
+_NOTHING = "nothing was moved; make a new Transfer"
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
-
-
-@dataclass(frozen=True)
-class _Told:
-    """One rank's message about one side.
-
-    Args:
-        layout: of its tensors; None: it is not on that side.
-        host: where it runs.
-        devices: of its tensors.
-        more: what goes with an optimizer.
-        partly: whether only= was given.
-        compares: whether copies are to be compared.
-        members: whether the source may be an ensemble.
-        place: a side's, as `TargetSide` has it.
-    """
-
-    layout: bytes | None
-    host: str
-    devices: frozenset[str]
-    more: Any
-    partly: bool
-    compares: bool
-    members: bool
-    place: tuple[int, ...]
 
 
 class Transfer:
@@ -92,7 +65,12 @@ class Transfer:
         max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
             ranks.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
-        name: tells transfers between different grids of one world from each other.
+        name: tells transfers between different grids from each other.
+        store: where another program is met, which has a torch.distributed of its own: a
+            `torch.distributed.TCPStore` or `FileStore` that all ranks of both programs reach, and
+            that outlives the engine's. Each program gives its own side alone. None: both grids are
+            of one program.
+        peer: what this program calls the other one in messages.
 
     Attributes:
         plan: the messages between ranks.
@@ -133,6 +111,8 @@ class Transfer:
         max_bytes: int = 1 << 28,
         timeout: Seconds | None = None,
         name: str = "default",
+        store: Any = None,
+        peer: str | None = None,
     ) -> None:
         if type(max_bytes) is not int or max_bytes < 1:
             raise SpecError(f"max_bytes={max_bytes!r}: expected a whole number from 1")
@@ -140,11 +120,12 @@ class Transfer:
             raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
         self._copies = copies
         self._grids = grids_of(source, target, source_grid, target_grid)
+        elsewhere = other_world(store, peer, self._grids)
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
         most = max(given, default=_TIMEOUT)
         self._timeout = as_seconds("timeout", most if timeout is None else timeout)
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
-        self._name = name
+        self._name, self._legend = name, ""
         self._messages: list[Message] | None = None
         self._carrier: Carrier | None = None
         self._nothing = LocalBoxes()
@@ -159,11 +140,13 @@ class Transfer:
             raise SpecError("optimizer= goes with a whole model; leave rename= and only= out")
         self._source = SourceSide(source, self._grids.get("source"), optimizers[0], self._names)
         self._target = TargetSide(target, self._grids.get("target"), optimizers[1], self._names)
-        with Pairing(
+        with self._numbered(), Pairing(
             "transfer", name, self._grids, {"max_bytes": max_bytes},
             time.monotonic() + self._timeout, phases=("made",), limit="timeout",
+            elsewhere=elsewhere,
         ) as pair:  # fmt: skip
-            self._barriers = TransferBarriers(pair.key, pair.rank, pair.ranks)
+            self._legend = pair.legend
+            self._barriers = TransferBarriers(pair.key, pair.numbering, pair.ranks, pair.leftovers)
             self._pair_group = PairGroup(
                 pair, f"transfer {name!r}", pair.ranks, self._grids.values(),
                 timeout=self._timeout, told=self._barriers.interrupt,
@@ -189,29 +172,24 @@ class Transfer:
     def _make_plan(self) -> None:
         """Tells the others what this rank holds, hears what they do, and plans."""
         failed = _failure("nothing was moved")
-        host = socket.gethostname()
+        ranks, compares = self._barriers.ranks, self._copies == "compare"
+        telling = partial(Told.of, compares=compares)
 
-        def tell(side: SourceSide | TargetSide) -> _Told:
-            held = side.hold()
-            layout = held.layout if held is not None else None
-            devices = frozenset(held.device_types if held is not None else ())
-            compares = self._copies == "compare"
-            partly, members = self._names.is_partial, side.has_members
-            return _Told(layout, host, devices, side.more, partly, compares, members, side.place)
-
-        told = at_first(self._group, lambda: tell(self._source), self._gathered, failed)
+        told = at_first(
+            self._group, lambda: telling(self._source), partial(gathered, ranks), failed
+        )
         self._source_side, hosts, devices, offers, _, self._compares, self._has_members = told
         if self._compares:
             self._source.compare_boxes_of(self._source_side, self._group)
         self._target.take_offer(self._source_side.forms, offers)
 
-        def hear(told: list[_Told]) -> Any:
-            found = self._gathered(told)
-            places = dict(zip(self._barriers.ranks, (one.place for one in told), strict=True))
+        def hear(told: list[Told]) -> Any:
+            found = gathered(ranks, told)
+            places = dict(zip(ranks, (one.place for one in told), strict=True))
             check_replicas(found[0], places)
             return found
 
-        told = at_first(self._group, lambda: tell(self._target), hear, failed)
+        told = at_first(self._group, lambda: telling(self._target), hear, failed)
         self._target_side, _, more_devices, wants, partly, _, _ = told
         self._target.check_offer(offers, wants)
         self._all_offer = len(offers) == len(self._source_side.places)
@@ -235,21 +213,6 @@ class Transfer:
                     f"and {each[:12]} on rank {rank}; run one version of commgrid on all"
                 )
 
-    def _gathered(
-        self, told: list[_Told]
-    ) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool, bool]:
-        by_rank = dict(zip(self._barriers.ranks, told, strict=True))
-        layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
-        return (
-            GridLayouts.of(layouts),
-            {rank: one.host for rank, one in by_rank.items()},
-            frozenset(device for one in told for device in one.devices),
-            [one.more for one in told if one.more is not None],
-            any(one.partly for one in told),
-            all(one.compares for one in told),
-            any(one.members for one in told),
-        )
-
     # -- moving -------------------------------------------------------------------------
 
     @property
@@ -272,6 +235,10 @@ class Transfer:
             GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its
                 torch.distributed has ended.
         """
+        with self._numbered():
+            self._run()
+
+    def _run(self) -> None:
         self._runs += 1
         start = f"run {self._runs}"
         try:
@@ -281,12 +248,14 @@ class Transfer:
             raise
         try:
             self._barriers.come(start, self._timeout, "did not call run() of a transfer")
-        except CommGridError as error:
+        except Exception as error:
             if self._barriers.interrupted:
-                raise self._ended(error, "nothing was moved") from error
-            raise
+                raise self._ended(error, _NOTHING) from error
+            if isinstance(error, CommGridError):
+                raise
+            raise self._ended(self._fail(start, error), _NOTHING) from error  # the store is lost
         done = f"{start} is done"
-        consequence = "nothing was moved; make a new Transfer"
+        consequence = _NOTHING
         try:
             self._compare_copies()
             self._check_numbers()
@@ -390,6 +359,17 @@ class Transfer:
                     f"run {self._runs} is refused", timeouts().arrive, "did not hear why"
                 )
             raise
+
+    @contextmanager
+    def _numbered(self) -> Iterator[None]:
+        """Errors within it say whose ranks their numbers are, where two programs are numbered."""
+        try:
+            yield
+        except CommGridError as error:
+            told = numbered(error, self._legend)
+            if told is error:
+                raise
+            raise told from error
 
     # -- ending -------------------------------------------------------------------------
 
