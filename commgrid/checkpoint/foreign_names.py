@@ -16,10 +16,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
+from commgrid.layout.box import Shape
 from commgrid.resharding.item import Item, Value
+from commgrid.resharding.name_tables.parts import TensorParts
 from commgrid.resharding.naming import Naming, split_name
 
 MODEL = "model."
@@ -58,9 +63,10 @@ class Renamed:
     def __init__(self, source: Source, naming: Naming, with_optimizer: bool = True) -> None:
         self._source, self._prefix = source, naming.prefix
         self._stored: dict[str, str] = {}
+        self._parts: dict[str, tuple[TensorParts, str]] = {}  # what is a part of what is stored
         begin = naming.prefix
         self._known = {
-            key.removeprefix(begin).removeprefix(".")
+            key.removeprefix(begin).removeprefix("."): key
             for key in source.keys if key.startswith(begin)
         }  # fmt: skip
         members: dict[str, str] = {}
@@ -74,22 +80,28 @@ class Renamed:
         for key, group in members.items():
             self._add_group(naming, key, group)
         self.keys: Mapping[str, Any] = {
-            name: source.keys[stored] for name, stored in self._stored.items()
+            name: self._part(name, source.keys[stored]) for name, stored in self._stored.items()
         }
+
+    def _part(self, name: str, stored: Any) -> Any:
+        """Torch's metadata of what is stored, or of a part of it."""
+        if name not in self._parts:
+            return stored
+        cut, part = self._parts[name]
+        return TensorStorageMetadata(stored.properties, torch.Size(cut.shapes[part]), [])
 
     def _add(self, naming: Naming, key: str, is_nested: bool) -> None:
         for begin in (_STATE, _OPTIONS):
             if key.startswith(begin):
                 if begin == _STATE or not is_nested:
                     name, last = split_name(key.removeprefix(begin), self._known)
-                    for own in naming.all_of_model(name):
-                        self._name(f"{begin}{own}.{last}", key)
+                    self._add_parts(naming, key, name, begin, f".{last}")
                 return
         if key.startswith(("optimizer.", "extra.", "extra_per_rank.")) or key == "optimizer_class":
             self._name(key, key)
         elif key.startswith(naming.prefix) and (naming.prefix or key != "step"):
-            for own in naming.all_of_model(key.removeprefix(naming.prefix).removeprefix(".")):
-                self._name(MODEL + own, key)
+            name = key.removeprefix(naming.prefix).removeprefix(".")
+            self._add_parts(naming, key, name, MODEL, "")
         else:
             self._name(key, key)
 
@@ -108,8 +120,27 @@ class Renamed:
             if not stored.startswith(begin) or option == "params" or "." in option:
                 continue
             for name in members:
-                for own in naming.all_of_model(name):
+                for own in naming.source(name, self._shape(name)).names:
                     self._name(f"{_OPTIONS}{own}.{option}", stored)
+
+    def _add_parts(self, naming: Naming, key: str, name: str, begin: str, end: str) -> None:
+        """What a parameter's tensor, or state of it, is called.
+
+        Args:
+            key: stored.
+            name: of the parameter.
+            begin, end: of the new names.
+        """
+        cut = naming.source(name, self._shape(name))
+        is_cut = cut.ranges and cut.shape == tuple(getattr(self._source.keys[key], "size", ()))
+        for own in cut.names:
+            self._name(f"{begin}{own}{end}", key)
+            if is_cut:
+                self._parts[f"{begin}{own}{end}"] = cut, own
+
+    def _shape(self, name: str) -> Shape:
+        """Of a stored parameter; (): it is none."""
+        return tuple(getattr(self._source.keys.get(self._known.get(name, "")), "size", ()))
 
     def _name(self, name: str, stored: str) -> None:
         other = self._stored.setdefault(name, stored)
@@ -141,7 +172,14 @@ class Renamed:
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fills the items' boxes; returns the values by key."""
         wanted = list(items)
-        asked = [replace(item, path=(self._stored[item.key],)) for item in wanted]
-        found = self._source.read(asked, report)
+        found = self._source.read([self._asked(item) for item in wanted], report)
         values = [item.key for item in wanted if isinstance(item, Value)]
         return {key: found[self._stored[key]] for key in values}
+
+    def _asked(self, item: Item | Value) -> Item | Value:
+        """What is to be read of the source, into the same memory."""
+        asked = replace(item, path=(self._stored[item.key],))
+        if not isinstance(asked, Item) or item.key not in self._parts:
+            return asked
+        cut, part = self._parts[item.key]
+        return replace(asked, shape=cut.shape, chunks=cut.whole(part, asked.chunks))

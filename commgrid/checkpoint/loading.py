@@ -36,7 +36,7 @@ from commgrid.checkpoint.values import is_same_layout, offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
 from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows, refuse_lost
-from commgrid.errors import CheckpointError
+from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, whole
 from commgrid.resharding.model_state import ModelState, chunks_of
@@ -140,6 +140,11 @@ def load(
 
     def call() -> Call:
         finish(grid.name)
+        if naming.cuts_target and optimizer is not None:
+            raise SpecError(
+                "optimizer= does not go with a rename= that cuts the model's tensors into parts; "
+                "load the model alone, or save with the names of this model"
+            )
         return {
             "step": step if step is None else count_of("step", step, 0),
             "optimizer": kind_of(model, optimizer),
@@ -166,7 +171,7 @@ def load(
 
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
-    loading = Loading(grid, lambda: source(path), model, optimizer, strict)
+    loading = Loading(grid, lambda: source(path), model, optimizer, strict, naming)
     missing, unexpected = at_first(group, loading.plan, loading.check_all, failed)
     what = "the model" if found is None else f"step {found}"
     line, report = reporter(progress, f"loading {what}", grid)
@@ -194,6 +199,7 @@ class Loading:
         grid: whose ranks load.
         source: opens what is loaded from.
         model, optimizer, strict: as `load` takes them.
+        naming: of the model's tensors, which may have parts under other names.
     """
 
     def __init__(
@@ -203,7 +209,9 @@ class Loading:
         model: Model,
         optimizer: torch.optim.Optimizer | None,
         strict: bool = True,
+        naming: Naming | None = None,
     ) -> None:
+        self._naming = naming or Naming(MODEL, None)
         self._grid, self._open, self._strict = grid, source, strict
         self._given = model, optimizer
 
@@ -213,7 +221,7 @@ class Loading:
         self._stored = self._open()
         self._model = ModelState(model, self._grid)
         turns = Turns(self._grid)
-        self._live = list(self._model.items(turns))
+        self._live = [part for item in self._model.items(turns) for part in self._parts_of(item)]
         names = [item.key for item in self._live]
         missing: list[str] = []
         tied = [_Tied.of(one) for one in self._live if isinstance(one, Item) and one.shared]
@@ -248,6 +256,12 @@ class Loading:
             if isinstance(item, Item) and isinstance(stored, TensorStorageMetadata):
                 self._live[place], merge = item.fitted(tuple(stored.size))
                 self._merges += [merge] if merge is not None else []
+
+    def _parts_of(self, item: Item | Value) -> Sequence[Item | Value]:
+        """What one is made of, under the names that the checkpoint has after rename=."""
+        if isinstance(item, Item):
+            return self._naming.target(item.path[-1], item.shape).items(item)
+        return [item] if self._naming.target(item.path[-1]).names else []
 
     def _source(self, item: Item) -> Item:
         """Return the box to read a tensor into; from its fp32 copy if that is more precise.

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
 from commgrid.checkpoint.folder import complete, find, local
-from commgrid.checkpoint.foreign_names import MODEL
+from commgrid.checkpoint.foreign_names import MODEL, Renamed
 from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError, SpecError
@@ -267,22 +267,25 @@ def export(
     from safetensors.torch import save_file
 
     target, naming = local(to), Naming(MODEL, rename)
+    if naming.cuts_target:
+        raise SpecError("export writes the names in common; leave target= of mapping(…) out")
     if target.is_dir() and any(target.glob(f"*{SUFFIX}")):
         raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
     if dtype is not None and not dtype.is_floating_point:
         raise SpecError(f"dtype={dtype}: expected one with fractions, as torch.bfloat16")
     stored = Stored(find(local(folder), step)[1])
     stored.check_files()
-    shards = _shards(stored.keys, naming, dtype, file_bytes)
+    source = Renamed(stored, naming, with_optimizer=False)
+    shards = _shards(source.keys, dtype, file_bytes)
     target.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
     index: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         count = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         files.append(target / f"model{count}{SUFFIX}")
-        tensors = {name: _made(stored.keys[key]) for name, key in names.items()}
-        items = [whole((names[name],), tensor) for name, tensor in tensors.items()]
-        stored.read(items, lambda *_: None)
+        tensors = {name: _made(source.keys[MODEL + name]) for name in names}
+        items = [whole(("model", name), tensor) for name, tensor in tensors.items()]
+        source.read(items, lambda *_: None)
         save_file(
             {name: _as(tensor, dtype) for name, tensor in tensors.items()}, files[-1],
             metadata={"format": "pt"},
@@ -295,24 +298,18 @@ def export(
     return files
 
 
-def _shards(
-    keys: Mapping[str, Any], naming: Naming, dtype: torch.dtype | None, limit: int
-) -> list[dict[str, str]]:
-    """The checkpoint's keys by the names in the files, for each file."""
-    shards: list[dict[str, str]] = [{}]
-    size, seen = 0, set()
+def _shards(keys: Mapping[str, Any], dtype: torch.dtype | None, limit: int) -> list[list[str]]:
+    """The model's names in each of the files."""
+    shards: list[list[str]] = [[]]
+    size = 0
     for key, info in keys.items():
-        name = naming.of_model(key.removeprefix(MODEL)) if key.startswith(MODEL) else None
-        if name is None or not isinstance(info, TensorStorageMetadata):
+        if not key.startswith(MODEL) or not isinstance(info, TensorStorageMetadata):
             continue
-        if name in seen:
-            raise CheckpointError(f"rename= gives two tensors the name {name!r}")
-        seen.add(name)
         bytes_ = info.size.numel() * _dtype(info.properties.dtype, dtype).itemsize
         if shards[-1] and size + bytes_ > limit:
-            shards.append({})
+            shards.append([])
             size = 0
-        shards[-1][name] = key
+        shards[-1].append(key.removeprefix(MODEL))
         size += bytes_
     if not shards[0]:
         raise CheckpointError("there is no tensor of a model to write; see rename=")

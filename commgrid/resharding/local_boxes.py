@@ -76,6 +76,12 @@ class LocalBoxes:
         held = self._tensors.get(name)
         return [] if held is None else [tensors[0] for tensors in held.chunks.values()]
 
+    def has(self, name: str, chunks: Iterable[Chunk]) -> bool:
+        """Whether the same memory is there already, as of a tied tensor's second name."""
+        return [chunk.data.data_ptr() for chunk in chunks] == [
+            tensor.data_ptr() for tensor in self.tensors(name)
+        ]
+
     def copy_further(self) -> None:
         """Gives copies of a name on this rank what the first of them has got."""
         for held in self._tensors.values():

@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from commgrid.errors import SpecError
+from commgrid.layout.box import Shape
 from commgrid.resharding.item import Path
+from commgrid.resharding.name_tables.parts import TensorParts
+from commgrid.resharding.name_tables.table import NameTable
 
-Rename = Mapping[str, str | Sequence[str]] | Callable[[str], str | Sequence[str] | None]
+Rename = Mapping[str, str | Sequence[str]] | Callable[[str], str | Sequence[str] | None] | NameTable
 """Others' names to the model's; a name that is not in the mapping stays, a tensor for whose name a
-function returns None is left out. Several names are those of tied weights."""
+function returns None is left out. Several names are those of tied weights. With a table both sides'
+names become the common ones, and tensors their parts."""
 
 
 class Naming:
@@ -32,25 +36,53 @@ class Naming:
     def __init__(self, prefix: str, rename: Rename | None) -> None:
         if not isinstance(prefix, str):
             raise SpecError(f"prefix={prefix!r}: expected a text, as 'model.' or ''")
-        if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
-            raise SpecError(f"rename={rename!r}: expected a mapping of names, or a function")
-        self.prefix, self._rename = prefix, rename
+        self.prefix = prefix
+        self._table = rename if isinstance(rename, NameTable) else None
+        self._rename = None if isinstance(rename, NameTable) else rename
+        if (
+            rename is not None
+            and not callable(rename)
+            and not isinstance(rename, Mapping | NameTable)
+        ):
+            raise SpecError(
+                f"rename={rename!r}: expected a mapping of names, a function, or "
+                "commgrid.transfer.mapping(…)"
+            )
 
-    def of_model(self, name: str) -> str | None:
-        """The model's name of a tensor; None: it is left out.
+    @property
+    def cuts_target(self) -> bool:
+        """Whether the model's tensors have parts."""
+        return self._table is not None and bool(self._table.target.rows)
+
+    def source(self, name: str, shape: Shape = ()) -> TensorParts:
+        """A tensor under the model's names, or its parts under the common ones.
+
+        Args:
+            name: others'.
+            shape: of the tensor; (): of what is no tensor, too.
 
         Raises:
-            SpecError: it is neither a text nor None.
+            SpecError: there is no such name, or it gets none that is a text.
         """
-        found = self.all_of_model(name)
-        if len(found) > 1:
-            raise SpecError(
-                f"rename= gives {name!r} the names {', '.join(found)}; expected one here, several "
-                "are for checkpoint.load"
-            )
-        return found[0] if found else None
+        if self._table is not None:
+            return self._table.source.cut(name, shape)
+        return TensorParts(shape, tuple(self._names(name)))
 
-    def all_of_model(self, name: str) -> Sequence[str]:
+    def target(self, name: str, shape: Shape = ()) -> TensorParts:
+        """A tensor of the model, or its parts under the common names.
+
+        Raises:
+            SpecError: there is no such name.
+        """
+        if self._table is not None:
+            return self._table.target.cut(name, shape)
+        return TensorParts(shape, (name,))
+
+    def on_target(self, part: str) -> list[str]:
+        """The tensors of the model that have a part, by its common name."""
+        return [part] if self._table is None else self._table.target.names_of(part)
+
+    def _names(self, name: str) -> Sequence[str]:
         """The model's names of a tensor, several of tied weights; none: it is left out.
 
         Raises:

@@ -17,12 +17,14 @@ from commgrid.on_demand import on_demand
 from commgrid.resharding.plan import Message, Move, TransferPlan
 
 if TYPE_CHECKING:
+    from commgrid.resharding.name_tables.table import NameTable, mapping
     from commgrid.transfer.models import Part
     from commgrid.transfer.transfer import Transfer
 
-__all__ = ["Message", "Move", "Part", "Transfer", "TransferPlan"]
+__all__ = ["Message", "Move", "NameTable", "Part", "Transfer", "TransferPlan", "mapping"]
 
 _LIVE = {
+    "commgrid.resharding.name_tables.table": ("NameTable", "mapping"),
     "commgrid.transfer.models": ("Part",),
     "commgrid.transfer.transfer": ("Transfer",),
 }  # fmt: skip

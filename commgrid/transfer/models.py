@@ -87,11 +87,12 @@ class Names:
         """Refuses a pattern by which nothing is moved, such as one typed wrong.
 
         Args:
-            names: the target's that are moved.
+            names: what is moved, by the target's names or the common ones.
 
         Raises:
             SpecError: names the pattern.
         """
+        names = [name for part in names for name in self._naming.on_target(part)]
         for pattern in self._only if isinstance(self._only, list) else ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise SpecError(
@@ -99,10 +100,25 @@ class Names:
                     f"{nearest(pattern, names)}; leave it out, or correct it"
                 )
 
-    def of_source(self, name: str) -> str | None:
-        """The target's name for one of the source's; None: it is not moved."""
-        found = self._naming.of_model(name)
-        return found if found is not None and self.has(found) else None
+    @property
+    def cuts_target(self) -> bool:
+        """Whether the target's tensors have parts."""
+        return self._naming.cuts_target
+
+    def of_source(self, item: Item) -> list[Item]:
+        """What is moved of a tensor of the source, by its names there or the common ones."""
+        found = self._naming.source(item.path[-1], item.shape).items(item)
+        return [one for one in _held(item, found) if self._takes(one.path[-1])]
+
+    def of_target(self, item: Item) -> list[Item]:
+        """What is moved into a tensor of the target, likewise."""
+        if not self.has(item.path[-1]):
+            return []
+        return _held(item, self._naming.target(item.path[-1], item.shape).items(item))
+
+    def _takes(self, part: str) -> bool:
+        """Whether a tensor of the target has this, and is moved."""
+        return self._only is None or any(map(self.has, self._naming.on_target(part)))
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name on the target is moved."""
@@ -111,6 +127,11 @@ class Names:
         if callable(self._only):
             return self._only(name)
         return any(fnmatchcase(name, pattern) for pattern in self._only)
+
+
+def _held(item: Item, parts: list[Item]) -> list[Item]:
+    """Those parts of which this rank has boxes; all if it has none of the tensor."""
+    return [part for part in parts if part.chunks or not item.chunks]
 
 
 def tensors_of(model: Model) -> list[Any]:

@@ -145,15 +145,15 @@ class SourceSide(OneSide):
         items = self._items
         called: dict[str, str] = {}
         for item in items:
-            name = self.names.of_source(item.path[-1])
-            if name is not None:
+            for part in self.names.of_source(item):
+                name = part.path[-1]
                 other = called.setdefault(name, item.path[-1])
-                if other != item.path[-1]:
+                if other != item.path[-1] and not held.has(name, part.chunks):
                     raise SpecError(
                         f"rename= calls both {other} and {item.path[-1]} of the source {name}; "
                         "give each a name of its own"
                     )
-                held.add(name, item.shape, item.dtype, item.chunks)
+                held.add(name, part.shape, part.dtype, part.chunks)
         if self.optimizer is not None:
             self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
             for one in self._optimizer_state.items(Turns(grid)):
@@ -238,14 +238,15 @@ class TargetSide(OneSide):
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         self._merges = []
         for item in items:
-            name = item.path[-1]
-            if self.names.has(name):
+            for part in self.names.of_target(item):
+                name = part.path[-1]
                 if name in self._offered:
-                    item, merge = item.fitted(self._offered[name].shape)
+                    part, merge = part.fitted(self._offered[name].shape)
                     self._merges += [merge] if merge is not None else []
-                held.add(name, item.shape, item.dtype, item.chunks, self._read_from(item))
+                held.add(name, part.shape, part.dtype, part.chunks, self._read_from(part))
         _refuse_one_memory(held)
-        if isinstance(self.model, Mapping):  # a module has one part of each parameter
+        # A module has one part of each parameter, and a table may tie two.
+        if isinstance(self.model, Mapping) or self.names.cuts_target:
             _refuse_overlaps(held)
         if self.optimizer is not None and not self.wants:
             raise TransferError(

@@ -11,6 +11,7 @@ import yaml
 
 from commgrid import Cluster, GridSpec
 from commgrid.cost_model.model import Model
+from commgrid.transfer import mapping
 from tests.docs import pages
 from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, name_of
 from tests.docs.public import public_names
@@ -56,15 +57,17 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [page for page in PAGES if pages.blocks(page, "yaml")], ids=name_of
 )
-def test_yaml_is_of_grids_and_clusters(page: Path) -> None:
+def test_yaml_is_of_grids_clusters_and_names(page: Path) -> None:
     for held in pages.grids(page):
         assert isinstance(held, dict)
         if "levels" in held:
             Cluster.from_dict(held)
         elif "layers" in held:
             Model.from_dict(held)
-        else:
+        elif "axes" in held:
             GridSpec.from_dict(held)
+        else:
+            mapping(held, source=next(iter(held)))  # a table of names
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(pages.commands(page))], ids=name_of)
