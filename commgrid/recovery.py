@@ -34,7 +34,14 @@ from torch.distributed.checkpoint.metadata import (
 
 from commgrid import checkpoint
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.agreement import Model, Progress, everyone, failure, tells_failures
+from commgrid.checkpoint.agreement import (
+    Model,
+    Progress,
+    beside_a_disk,
+    everyone,
+    failure,
+    tells_failures,
+)
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.loading import Loading
 from commgrid.checkpoint.memory import (
@@ -188,12 +195,14 @@ def recover(
     failed = failure("nothing was recovered")
 
     def kept() -> list[Inventory]:
-        finish(grid.name)
+        with beside_a_disk(group, grid):
+            finish(grid.name)
         return [Inventory.of(state) for state in kept_states(grid.name)]
 
     def choose(told: list[list[Inventory]]) -> _Chosen:
-        settle()
-        return _choose([each for one in told for each in one], folder, grid.name)
+        with beside_a_disk(group, grid, at_whole=True):
+            settle()
+            return _choose([each for one in told for each in one], folder, grid.name)
 
     chosen = at_first(group, kept, choose, failed)
     if chosen.tag is None:

@@ -6,6 +6,7 @@ import operator
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
@@ -15,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.common_group import common_group
+from commgrid.collectives.objects import while_others_wait
 from commgrid.errors import (
     CheckpointError,
     CommGridError,
@@ -22,10 +24,12 @@ from commgrid.errors import (
     SpecError,
     UnknownGroupError,
 )
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.resharding.model_state import chunks_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.registry import get_grid
+from commgrid.torch_compat.world import group_timeout
 
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""
@@ -67,6 +71,19 @@ def everyone(grid: HyperCommGrid) -> ProcessGroup | None:
             f"the ranks of a checkpoint meet in the group of all of them, {'_'.join(axes)!r}; "
             f"leave create= out, or add it there ({error})"
         ) from error
+
+
+def beside_a_disk(
+    group: ProcessGroup | None, grid: HyperCommGrid, *, at_whole: bool = False
+) -> AbstractContextManager[None]:
+    """A block that reads or writes files, for which other ranks wait longer than for a collective.
+
+    Args:
+        group: `everyone` of the grid.
+        at_whole: as `while_others_wait` has it.
+    """
+    seconds = min(timeouts().beat, group_timeout(grid.timeout) / 4)
+    return while_others_wait(group, seconds, at_whole=at_whole)
 
 
 def failure(what: str) -> Callable[[str], CheckpointError]:

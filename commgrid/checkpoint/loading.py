@@ -19,6 +19,7 @@ from commgrid.checkpoint.agreement import (
     Call,
     Model,
     Progress,
+    beside_a_disk,
     compare,
     count_of,
     everyone,
@@ -139,7 +140,8 @@ def load(
         return Renamed(Stored(path, trusted), naming, optimizer is not None)
 
     def call() -> Call:
-        finish(grid.name)
+        with beside_a_disk(group, grid):
+            finish(grid.name)
         if naming.cuts_target and optimizer is not None:
             raise SpecError(
                 "optimizer= does not go with a rename= that cuts the model's tensors into parts; "
@@ -155,27 +157,27 @@ def load(
 
     def choose(calls: list[Call]) -> tuple[int | None, Path]:
         compare(calls)
-        settle()
-        path = folders.local(folder)
-        if is_folder_of_them(path):
-            if step is not None:
-                raise CheckpointError(f"{path} is a checkpoint, and not of step {step}")
-            return None, path
-        chosen, path = folders.find(path, step)
-        stored = Stored(path, trusted)
-        stored.check_files()
-        if chosen is None and isinstance(stored.keys.get("step"), BytesStorageMetadata):
-            said = stored.read([Value(("step",))], lambda *_: None)["step"]
-            chosen = said if isinstance(said, int) else None
-        return chosen, path
+        with beside_a_disk(group, grid, at_whole=True):
+            settle()
+            return _found(folders.local(folder), step, trusted)
 
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
-    loading = Loading(grid, lambda: source(path), model, optimizer, strict, naming)
+
+    def opened() -> Source:
+        with beside_a_disk(group, grid):
+            return source(path)
+
+    loading = Loading(grid, opened, model, optimizer, strict, naming)
     missing, unexpected = at_first(group, loading.plan, loading.check_all, failed)
     what = "the model" if found is None else f"step {found}"
     line, report = reporter(progress, f"loading {what}", grid)
-    refuse_lost(at_first(group, lambda: loading.read(report), loading.check_lost, failed))
+
+    def read() -> dict[str, Lost]:
+        with beside_a_disk(group, grid):
+            return loading.read(report)
+
+    refuse_lost(at_first(group, read, loading.check_lost, failed))
     partly = failure(f"the model is not to be used, as {path} was loaded in part")
     at_first(group, loading.take, lambda _: None, partly)
     loading.warn_of_unread()
@@ -184,6 +186,25 @@ def load(
     names = tuple(missing), tuple(unexpected)
     own = loading.extra_per_rank
     return Restored(found, path, loading.extra, own, *names, loading.same_layout)
+
+
+def _found(folder: Path, step: int | None, trusted: bool) -> tuple[int | None, Path]:
+    """The step to load, None where it does not say, and the checkpoint's folder.
+
+    Raises:
+        CheckpointError: there is none, or a half.
+    """
+    if is_folder_of_them(folder):
+        if step is not None:
+            raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
+        return None, folder
+    chosen, path = folders.find(folder, step)
+    stored = Stored(path, trusted)
+    stored.check_files()
+    if chosen is None and isinstance(stored.keys.get("step"), BytesStorageMetadata):
+        said = stored.read([Value(("step",))], lambda *_: None)["step"]
+        chosen = said if isinstance(said, int) else None
+    return chosen, path
 
 
 def has_scales(model: Model) -> bool:

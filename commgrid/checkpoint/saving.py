@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint import background as in_background
 from commgrid.checkpoint import folder as folders
@@ -18,6 +19,7 @@ from commgrid.checkpoint.agreement import (
     Model,
     Progress,
     ProgressLine,
+    beside_a_disk,
     compare,
     count_of,
     everyone,
@@ -107,8 +109,8 @@ def save(
             parameter is sliced over something that is not of the grid, or the optimizer is not
             element-wise; names the ranks that found it. Or an earlier one was not, in the
             background.
-        PeerFailedError, PeerTimeoutError: a rank is gone, or writes for longer than the grid's
-            timeout; names it. The grid is then destroyed.
+        PeerFailedError, PeerTimeoutError: a rank is gone; names it. The grid is then destroyed. A
+            rank may write for longer than the grid's timeout.
         UnknownGroupError: the grid has no group of all its ranks.
 
     Example:
@@ -127,7 +129,7 @@ def save(
     group = everyone(grid)
     failed = failure(f"step {step} was not saved to {folder}")
     state = _State(step, model, optimizer, extra or {}, extra_per_rank or {})
-    saving = _Saving(grid, folders.local(folder), state, keep, copies)
+    saving = _Saving(grid, group, folders.local(folder), state, keep, copies)
 
     def call() -> Call:
         return saving.call() | {"background": background, "keep_in_memory": keep_in_memory}
@@ -209,7 +211,17 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
     """
     grid = grid or get_grid()
     failed = failure("a save failed")
-    at_first(everyone(grid), lambda: finish(grid.name), lambda _: settle(), failed)
+    group = everyone(grid)
+
+    def written() -> None:
+        with beside_a_disk(group, grid):
+            finish(grid.name)
+
+    def complete(_: list[None]) -> None:
+        with beside_a_disk(group, grid, at_whole=True):
+            settle()
+
+    at_first(group, written, complete, failed)
 
 
 @dataclass
@@ -263,16 +275,22 @@ class _Saving:
     """One rank's part in saving a checkpoint.
 
     Args:
-        grid: whose ranks save.
+        grid, group: whose ranks save.
         folder: of checkpoints.
         state: what is saved.
         keep, copies: as `save` takes them.
     """
 
     def __init__(
-        self, grid: HyperCommGrid, folder: Path, state: _State, keep: int | None, copies: str
+        self,
+        grid: HyperCommGrid,
+        group: ProcessGroup | None,
+        folder: Path,
+        state: _State,
+        keep: int | None,
+        copies: str,
     ) -> None:
-        self._grid, self._folder, self._state = grid, folder, state
+        self._grid, self._group, self._folder, self._state = grid, group, folder, state
         self._keep, self._copies = keep, copies
         self._number = grid.spec.grid_ranks.index(grid.rank)
         self.items: list[Item | Value] = []
@@ -281,7 +299,8 @@ class _Saving:
 
     def call(self) -> Call:
         """Finish the save before, list what this rank has, and return what is compared."""
-        finish(self._grid.name)
+        with beside_a_disk(self._group, self._grid):
+            finish(self._grid.name)
         keep = None if self._keep is None else count_of("keep", self._keep, 1)
         call = self._state.call() | {"keep": keep, "copies": _known_way(self._copies)}
         extra = numbers_of(self._state.extra) if self._compares else None
@@ -294,8 +313,9 @@ class _Saving:
     def begin(self, calls: list[Call]) -> Path:
         """Make the folder to write to; on the first rank, with the calls of all."""
         compare(calls)
-        settle()
-        return folders.begin(self._folder, self._state.step)
+        with beside_a_disk(self._group, self._grid, at_whole=True):
+            settle()
+            return folders.begin(self._folder, self._state.step)
 
     def check(self) -> None:
         """Refuse copies that differ, and state that differs between parts of a parameter."""
@@ -307,13 +327,15 @@ class _Saving:
 
     def write(self, report: Report) -> Any:
         """Write this rank's file; return its contents for `complete`."""
-        return write(self.partial, self.items, self._number, report)
+        with beside_a_disk(self._group, self._grid):
+            return write(self.partial, self.items, self._number, report)
 
     def complete(self, written: list[Any]) -> tuple[int, Path]:
         """Make a checkpoint of all ranks' files; return bytes and folder. On the first rank."""
         found = dict(zip(self._grid.spec.grid_ranks, written, strict=True))
-        total = write_metadata(self.partial, found, self._compares)
-        return total, folders.end(self.partial, self._state.step, self._keep)
+        with beside_a_disk(self._group, self._grid, at_whole=True):
+            total = write_metadata(self.partial, found, self._compares)
+            return total, folders.end(self.partial, self._state.step, self._keep)
 
     def stage(self) -> None:
         """Check, and copy what `start` writes."""

@@ -2,13 +2,16 @@
 
 `gathered` returns every rank's value on every rank. `at_first` combines them on one rank: the
 values go to the group's first rank, and one answer, or one error that names the failed ranks,
-comes back to all, so that no rank continues after another has failed.
+comes back to all, so that no rank continues after another has failed. What takes longer than a
+collective may, such as a slow disk, runs `while_others_wait`.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +22,7 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.plain import all_gather, all_to_all, broadcast
 from commgrid.errors import CommGridError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.store.client import Asked
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
 
@@ -34,7 +38,7 @@ def gathered(value: Value, group: ProcessGroup) -> list[Value]:
     """
     cause, told = _pickled(lambda: value)
     mine = as_tensor(told, _device(group))
-    lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
+    lengths = _lengths(len(mine), group)
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     rows = all_gather(padded, group).view(len(lengths), -1)
     found = [
@@ -88,6 +92,53 @@ def at_first(
     return value  # type: ignore[no-any-return]
 
 
+@contextmanager
+def while_others_wait(
+    group: ProcessGroup | None, seconds: float, *, at_whole: bool = False
+) -> Iterator[None]:
+    """Let the other ranks of `at_first` wait for this block, however long it takes.
+
+    It is part of `mine` or `whole`, and calls no collective. Meanwhile a thread tells the others
+    that this rank still works, so that none waits in one collective for long.
+
+    Args:
+        group: as `at_first` has it.
+        seconds: between two signs of life, less than a collective may take.
+        at_whole: whether the block is part of `whole`, for which the others wait already.
+
+    Raises:
+        RuntimeError: torch's, as from a collective: another rank is gone.
+    """
+    if group is None:
+        yield
+        return
+    say, device = _say_length if at_whole else _lengths, _device(group)
+    index = None if device.type == "cpu" else torch.accelerator.current_device_index()
+    ended = threading.Event()
+
+    def run() -> None:
+        if index is not None:
+            torch.accelerator.set_device_index(index)
+        while not ended.wait(seconds):
+            say(_WORKING, group)
+
+    signs = Asked(run, lasts=True)
+    try:
+        yield
+    except Exception:
+        ended.set()
+        signs.is_over(threading.TIMEOUT_MAX)
+        raise
+    finally:  # at Ctrl-C no rank waits for the others
+        ended.set()
+    signs.is_over(threading.TIMEOUT_MAX)
+    signs.answer()
+
+
+_WORKING = -1
+"""The length of a value that is not there yet, and is going to be told again."""
+
+
 class _Reported(Exception):
     """Errors of several ranks, each with its ranks already."""
 
@@ -128,7 +179,8 @@ def _own_rank() -> int:
 
 def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
     mine = as_tensor(data, _device(group))
-    lengths = all_gather(torch.tensor([len(mine)], device=mine.device), group).tolist()
+    while min(lengths := _lengths(len(mine), group)) == _WORKING:
+        pass
     others = [0] * (group.size() - 1)
     is_first = group.rank() == 0
     received = all_to_all(
@@ -142,10 +194,22 @@ def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
 
 def _broadcast(told: bytes, group: ProcessGroup) -> bytes:
     data = as_tensor(told, _device(group))
-    length = int(broadcast(torch.tensor([len(data)], device=data.device), group))
+    while (length := _say_length(len(data), group)) == _WORKING:
+        pass
     if group.rank() > 0:
         data = data.new_empty(length)
     return as_bytes(broadcast(data, group))
+
+
+def _lengths(mine: int, group: ProcessGroup) -> list[int]:
+    """The length of every rank's value."""
+    told: list[int] = all_gather(torch.tensor([mine], device=_device(group)), group).tolist()
+    return told
+
+
+def _say_length(mine: int, group: ProcessGroup) -> int:
+    """The length of the first rank's value."""
+    return int(broadcast(torch.tensor([mine], device=_device(group)), group))
 
 
 def _device(group: ProcessGroup) -> torch.device:
