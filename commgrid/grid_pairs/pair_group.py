@@ -19,7 +19,7 @@ from commgrid.torch_compat.peer_errors import as_peer_error
 
 
 class PairGroup:
-    """A communicator of ranks of two grids; watched if one of the grids is.
+    """A communicator of ranks of two grids; watched if the pairing says so.
 
     Made on all of its ranks at once, which connect it and then begin.
 
@@ -60,7 +60,7 @@ class PairGroup:
                 self.key,
                 about,
                 self.ranks,
-                backend=backend or pair.backend,
+                backend=backend or pair.backend or None,
                 options=GroupOptions(),
                 timeout=timeout,
                 startup_timeout=pair.patience(),

@@ -20,7 +20,6 @@ first ranks find each other at a store of both, and all ranks get joint numbers,
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,6 +35,7 @@ from commgrid.errors import (
     PeerFailedError,
     PeerTimeoutError,
 )
+from commgrid.health.detector import can_watch
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import grid_match as match
@@ -48,7 +48,6 @@ from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store.client import served
 from commgrid.store.driver import Result, StoreDriver
 from commgrid.store.key_wait import seconds_until
-from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error
 from commgrid.version import VERSION
@@ -178,14 +177,15 @@ class Pairing:
         phases: names of the rounds after comparing, at least one.
         limit: the parameter by which a user sets the deadline, for messages.
         elsewhere: where the other grid is; None: in this world.
+        watch: whether to watch the ranks of both even if neither grid is watched.
 
     Attributes:
         numbering: this rank's number, and the store of both grids.
         cards: of both sides.
         ranks: of both, ascending.
-        backend: of their communicator; None: WORLD's.
+        backend: of their communicator; "": WORLD's.
         legend: for messages, whose joint numbers are which ranks; "" within one world.
-        watched: whether one of the grids is watched, so that their communicator has to be, too.
+        watched: whether their communicator is to be watched, as it is if one of the grids is.
         key: at the store, for this bridge or transfer alone.
         leftovers: keys there that no rank needs once it has ended.
 
@@ -206,9 +206,10 @@ class Pairing:
         phases: Sequence[str],
         limit: str,
         elsewhere: OtherWorld | None = None,
+        watch: bool = False,
     ) -> None:
         self._about, self._what, self._limit = f"{what} {name!r}", what, limit
-        self._elsewhere, self._meeting, self.legend = elsewhere, "", ""
+        self._meeting = self.legend = self.backend = ""
         for grid in grids.values():
             check_alive(self._about, grid)
         self._driver = StoreDriver(
@@ -219,7 +220,7 @@ class Pairing:
         self._failing = False
         self._rank = torch_world.world_rank()
         self._room = f"commgrid/{what}/{name}"
-        self._grids = grids
+        self._grids, self._elsewhere = grids, elsewhere
         # Time before the deadline to tell the other ranks of this grid what was found.
         margin = timeouts().margin_of(seconds_until(deadline))
         self._deadline, self._until = deadline, deadline - margin
@@ -231,6 +232,7 @@ class Pairing:
             )
             source, target = (self.cards[side] for side in SIDES)
             self._take_numbers(source, target)
+            self.watched = source.watched or target.watched or (watch and can_watch(self.backend))
             self._rendezvous = Rendezvous(
                 self.numbering.store,
                 name=f"{what}/{name}",
@@ -275,8 +277,6 @@ class Pairing:
 
     def _take_numbers(self, source: Card, target: Card) -> None:
         """Number the ranks of both grids, and choose how they talk."""
-        self.backend: str | None = None
-        self.watched = source.watched or target.watched
         ranks, others = source.spec.grid_ranks, target.spec.grid_ranks
         if self._elsewhere is None:
             self.ranks = tuple(sorted({*ranks, *others}))
@@ -298,7 +298,6 @@ class Pairing:
             f"{describe_ranks(own)}" for joint, name, own in numbers
         )  # fmt: skip
         self.backend = torch_world.common_backend(source.kinds, target.kinds)
-        self.watched |= not torch_nccl.ending_at_abort(re.findall(r":([^,]*)", self.backend))
         if not self.backend:
             raise GridMismatchError(
                 f"{self._about}: {target.peer} runs on {', '.join(source.kinds)} and {source.peer} "

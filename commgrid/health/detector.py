@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from commgrid.errors import SpecError
 from commgrid.health.channel import ControlChannel, Message
 from commgrid.health.late_call import LateCall, Watched
+from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import addresses
 from commgrid.rendezvous.timeouts import timeouts
@@ -244,6 +245,17 @@ def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
             "communicator is aborted (pytorch#192105); use nccl, or torch 2.15, or watch=False"
         )
     return asked if asked is not None else bool(kinds) and not fatal
+
+
+def can_watch(backend: str) -> bool:
+    """Whether a communicator can be watched: not in a fake world, nor if an abort ends the process.
+
+    Args:
+        backend: of the communicator; "": WORLD's.
+    """
+    chosen = backend or torch_world.world_backend()
+    kinds = torch_groups.nccl_kinds(chosen, GroupOptions())
+    return chosen != torch_world.FAKE and not torch_nccl.ending_at_abort(kinds)
 
 
 def prepare(

@@ -20,7 +20,7 @@ from commgrid.store.driver import Result, StoreDriver
 from commgrid.store.hosts import own_host, ranks_here
 from commgrid.store.key_wait import Line, seconds_until
 from commgrid.store.search import first_line
-from commgrid.torch_compat.peer_errors import lost_by_gloo
+from commgrid.torch_compat.peer_errors import address_of, lost_by_gloo
 
 
 def _on_this_host(rank: int) -> tuple[str, Sequence[int]]:
@@ -181,7 +181,7 @@ class Rendezvous:
     def _store_gone(self, error: BaseException) -> PeerTimeoutError:
         twin = " Another process has come as this rank, too." if self._agreement.doubled else ""
         return PeerTimeoutError(
-            f"{self.about}: the store of torch.distributed stopped answering "
+            f"{self.about}: the store{address_of(self._driver.store)} stopped answering "
             f"({first_line(error)}); has the process that serves it, usually rank 0 or "
             f"the launcher, ended?{twin}"
         )

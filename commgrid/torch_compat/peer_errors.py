@@ -13,7 +13,7 @@ from commgrid.store.client import served
 from commgrid.store.search import CANNOT_SERVE, first_line
 
 
-def as_peer_error(what: str, error: RuntimeError, asked: Any = None) -> CommGridError:
+def as_peer_error(what: str, error: BaseException, asked: Any = None) -> CommGridError:
     """Return commgrid's error for torch's: an absent or silent peer, a lost store, or another.
 
     Args:
@@ -26,7 +26,7 @@ def as_peer_error(what: str, error: RuntimeError, asked: Any = None) -> CommGrid
     text = first_line(error)
     if is_store_gone(error):
         return PeerTimeoutError(
-            f"{what}: the store{_store_address(asked)} has ended or does not answer ({text}); is "
+            f"{what}: the store{address_of(asked)} has ended or does not answer ({text}); is "
             "the process that serves it, rank 0's or the launcher's, still running?"
         )
     if is_peer_failure(error):
@@ -34,11 +34,11 @@ def as_peer_error(what: str, error: RuntimeError, asked: Any = None) -> CommGrid
     return CommGridError(f"{what}: {text}")
 
 
-def _store_address(asked: Any) -> str:
-    """Return the address of a store as ` at host:port`; empty if it is not known."""
-    if asked is None and dist.is_initialized():
-        asked = c10d._get_default_store()
-    store: Any = None if asked is None else served(asked)
+def address_of(store: Any) -> str:
+    """Return the address of a store, None for WORLD's, as ` at host:port`; empty if not known."""
+    if store is None and dist.is_initialized():
+        store = c10d._get_default_store()
+    store = None if store is None else served(store)
     return f" at {store.host}:{store.port}" if hasattr(store, "host") else ""
 
 

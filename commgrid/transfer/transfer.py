@@ -17,6 +17,7 @@ from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Pairing, check_alive, numbered
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import Rename
@@ -25,7 +26,7 @@ from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError, no_answer_of
 from commgrid.store.search import first_line
-from commgrid.torch_compat.peer_errors import is_peer_failure
+from commgrid.torch_compat.peer_errors import as_peer_error, is_peer_failure, is_store_gone
 from commgrid.transfer.barriers import TransferBarriers
 from commgrid.transfer.models import Model, Names, Only, device_of, grids_of, other_world
 from commgrid.transfer.shared_boxes import check_replicas, lost_between
@@ -143,9 +144,9 @@ class Transfer:
         with self._numbered(), Pairing(
             "transfer", name, self._grids, {"max_bytes": max_bytes},
             time.monotonic() + self._timeout, phases=("made",), limit="timeout",
-            elsewhere=elsewhere,
+            elsewhere=elsewhere, watch=True,
         ) as pair:  # fmt: skip
-            self._legend = pair.legend
+            self._legend, self._store = pair.legend, pair.numbering.store
             self._barriers = TransferBarriers(pair.key, pair.numbering, pair.ranks, pair.leftovers)
             self._pair_group = PairGroup(
                 pair, f"transfer {name!r}", pair.ranks, self._grids.values(),
@@ -248,12 +249,12 @@ class Transfer:
             raise
         try:
             self._barriers.come(start, self._timeout, "did not call run() of a transfer")
-        except Exception as error:
+        except CommGridError as error:
             if self._barriers.interrupted:
                 raise self._ended(error, _NOTHING) from error
-            if isinstance(error, CommGridError):
-                raise
-            raise self._ended(self._fail(start, error), _NOTHING) from error  # the store is lost
+            raise
+        except RuntimeError as error:  # the store is lost
+            raise self._ended(self._fail(start, error), _NOTHING) from error
         done = f"{start} is done"
         consequence = _NOTHING
         try:
@@ -376,12 +377,19 @@ class Transfer:
     def _fail(self, barrier: str, error: BaseException) -> BaseException:
         """Tells the others; what then is the error of all."""
         me = f"rank {self._barriers.rank}"
+        if isinstance(error, StoreLostError):
+            error = error.__cause__ or error
         kind, told = "failed", f"{me} failed: {type(error).__name__}: {first_line(error)}"
         if isinstance(error, GoneError) or is_peer_failure(error):
             kind = "gone"
             learnt = self._pair_group.failure(timeouts().seen)
             if learnt is not None:
                 kind, told = "absent" if self._pair_group.is_late else "gone", learnt
+            elif is_store_gone(error):
+                kind, told = (
+                    "absent",
+                    f"{as_peer_error(f'transfer {self._name!r}', error, self._store)}",
+                )
             elif isinstance(error, GoneError):
                 told = f"{error}"
                 self._barriers.absent_after_failure(barrier, error.rank)
