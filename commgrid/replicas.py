@@ -4,7 +4,7 @@ Ranks of a group compare the largest and smallest digest, first of all tensors' 
 and if these differ of each tensor, two numbers a tensor for any number of ranks; then those of the
 first tensor that differs are gathered, to name the ranks.
 
-On CPUs the first comparison is of `quick_digest`s. These are equal for equal tensors on one kind of
+The first comparison is of `condensed` tensors. These are equal for equal tensors on one kind of
 processor, and on two kinds may not be. So only `digest`s say that tensors differ.
 
     copies along dp and tp      compared along dp, then along tp; ranks equal along both are equal
@@ -27,7 +27,7 @@ from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
 from commgrid.collectives.plain import all_gather, all_reduce
 from commgrid.equality.comparison import ByRank, Fact, compare, number_of
-from commgrid.equality.digest import Digest, device_for, digest, quick_digest
+from commgrid.equality.digest import condensed, device_for, digest
 from commgrid.errors import GridMismatchError, NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
@@ -86,15 +86,26 @@ class _Digests:
     """Digests of copies, each taken once for all groups; of copies that live as long."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[Digest, int], Tensor] = {}
+        self._condensed: dict[int, Tensor] = {}
+        self._found: dict[int, Tensor] = {}
 
-    def of(self, copies: Sequence[Copy], how: Digest, device: torch.device) -> Tensor:
+    def of_all(self, copies: Sequence[Copy], device: torch.device) -> int:
+        """Return one number, which is the same on processors of one kind."""
+        parts = [torch.zeros(0, dtype=torch.int8, device=device)]
+        for copy in copies:
+            key = id(copy.tensor)
+            if key not in self._condensed:
+                self._condensed[key] = condensed(copy.tensor)
+            parts.append(self._condensed[key].to(device))
+        return int(digest(torch.cat(parts))) & _MANTISSA
+
+    def of_each(self, copies: Sequence[Copy], device: torch.device) -> Tensor:
         """Return one number a copy, without its last bit, so that every one has a negative."""
         numbers = []
         for copy in copies:
-            key = how, id(copy.tensor)
+            key = id(copy.tensor)
             if key not in self._found:
-                self._found[key] = how(copy.tensor) + _kind(copy.tensor.dtype, copy.tensor.shape)
+                self._found[key] = digest(copy.tensor) + _kind(copy.tensor.dtype, copy.tensor.shape)
             numbers.append(self._found[key].to(device))
         if not numbers:
             return torch.zeros(0, dtype=torch.int64, device=device)
@@ -108,10 +119,11 @@ def _kind(dtype: torch.dtype, shape: torch.Size) -> int:
 
 
 def _fact(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> Fact:
-    """The number and names of copies and the quick digest of all, which are equal together."""
-    whole = digest(digests.of(copies, quick_digest, device_for(group))) & _MANTISSA
+    """The number, names and types of copies and one digest of all, which are equal together."""
+    whole = digests.of_all(copies, device_for(group))
     names = number_of([copy.key or copy.name for copy in copies])
-    return Fact(group, [len(copies), names, int(whole)], partial(_told, group, copies, digests))
+    kinds = number_of([(copy.tensor.dtype, copy.tensor.shape) for copy in copies])
+    return Fact(group, [len(copies), names, kinds, whole], partial(_told, group, copies, digests))
 
 
 def _told(
@@ -127,7 +139,7 @@ def _told(
             f"tensors of which the ranks of group {named!r} should have copies are not the same "
             f"ones: {told}, of parameters and optimizer state"
         )
-    mine = digests.of(copies, digest, device)
+    mine = digests.of_each(copies, device)
     largest, smallest = all_reduce(torch.cat([mine, -mine]), group, op="max").chunk(2)
     odd = (largest != -smallest).nonzero().flatten()
     if not len(odd):

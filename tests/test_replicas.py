@@ -7,7 +7,7 @@ import torch
 
 import commgrid
 from commgrid import replicas
-from commgrid.equality.digest import _columns, digest, quick_digest
+from commgrid.equality.digest import _columns, condensed, digest
 from commgrid.replicas import Copy, differing
 from commgrid.testing import run_on_ranks
 
@@ -77,46 +77,75 @@ def test_a_digest_is_what_its_formula_says() -> None:
         assert digest(words).item() % modulus == joined % modulus
 
 
-# -- quick digests ------------------------------------------------------------------------
+# -- condensed tensors --------------------------------------------------------------------
 
 BLOCK = 4096 * 128  # bytes
 
 
+def quick(tensor: torch.Tensor) -> int:
+    return int(digest(condensed(tensor)))
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("more", [0, 1, 4099])
-def test_a_quick_digest_is_of_every_bit_and_place_too(dtype: torch.dtype, more: int) -> None:
+@pytest.mark.parametrize("more", [0, 1, 4099, 4096 * 43])
+def test_condensed_bytes_are_of_every_bit_and_place_too(dtype: torch.dtype, more: int) -> None:
     size = (2 * BLOCK + more) // dtype.itemsize
     held = drawn(size, torch.float32) > 0 if dtype == torch.bool else drawn(size, dtype)
-    number = quick_digest(held)
-    assert number == quick_digest(torch.empty(size + 3, dtype=dtype)[3:].copy_(held))  # elsewhere
+    number = quick(held)
+    assert number == quick(torch.empty(size + 3, dtype=dtype)[3:].copy_(held))  # elsewhere
+    assert len(condensed(held)) < held.nbytes / 20
     octets = held.view(torch.uint8)
-    for place in (0, 5, 4095, 4096, BLOCK - 1, BLOCK, len(octets) - 1):
+    for place in (0, 5, 4095, 4096, BLOCK - 1, BLOCK, 2 * BLOCK - 1, len(octets) - 1):
         other = held.clone()
         other.view(torch.uint8)[place] ^= 1 if dtype == torch.bool else 128
-        assert quick_digest(other) != number, place
+        assert quick(other) != number, place
     one, two = octets[:4096].clone(), octets[4096:8192].clone()
     assert not torch.equal(one, two)
     swapped = held.clone()
     swapped.view(torch.uint8)[:8192] = torch.cat([two, one])
-    assert quick_digest(swapped) != number
+    assert quick(swapped) != number
+
+
+@pytest.mark.parametrize("dtype", [t for t in TYPES if t.is_floating_point], ids=str)
+def test_signs_and_places_within_a_row_count(dtype: torch.dtype) -> None:
+    """Each row of 4,096 bytes is two numbers; no sign or order of its elements cancels there."""
+    size = 32 * 4096 // dtype.itemsize
+    ones = torch.ones(size, dtype=dtype)
+    numbers = {quick(ones), quick(-ones)}
+    for step in range(1, 12):  # of an even count, each its own
+        signs = torch.ones(size, dtype=dtype)
+        signs.view(-1, 1 << step)[:, : 1 << (step - 1)] = -1
+        numbers |= {quick(signs), quick(-signs)}
+    held = drawn(size, dtype)
+    numbers |= {quick(held), quick(held.roll(1)), quick(held.flip(0))}
+    numbers |= {quick(held.view(2, -1).flip(0).reshape(-1))}
+    assert len(numbers) == 2 * 12 + 4
+
+
+def test_no_two_bytes_of_a_row_cancel_in_both_columns() -> None:
+    """Changes of a and b cancel if a times a byte's two numbers is -b times the other byte's."""
+    columns = torch.cat(_columns(), 1).to(torch.int64)
+    assert int(columns.abs().min()) == 1
+    reduced = columns // torch.gcd(*columns.unbind(1)).unsqueeze(1) * columns[:, :1].sign()
+    assert len(reduced.unique(dim=0)) == len(columns) == 4096
 
 
 def test_products_are_exact_at_their_largest() -> None:
     """Pairs of products stay within 16 bits, in which processors without VNNI add them."""
-    columns = _columns()
-    assert int(columns.abs().max()) == 63
-    for extreme in (-128, 127):
-        rows = torch.full((128, 4096), extreme, dtype=torch.int8)
-        rows[1::2] = torch.where(columns[:, 0] > 0, extreme, -extreme - 1).to(torch.int8)
-        exact = rows.to(torch.int64) @ columns.to(torch.int64)
-        assert torch.equal(torch._int_mm(rows, columns).to(torch.int64), exact)
+    for column in _columns():
+        assert int(column.abs().max()) == 63
+        for extreme in (-128, 127):
+            rows = torch.full((128, 4096), extreme, dtype=torch.int8)
+            rows[1::2] = torch.where(column[:, 0] > 0, extreme, -extreme - 1).to(torch.int8)
+            exact = rows.to(torch.int64) @ column.to(torch.int64)
+            assert torch.equal(torch._int_mm(rows, column).to(torch.int64), exact)
 
 
 def told_on_two_kinds_of_processors() -> list[Any]:
     grid = commgrid.initialize()
     rank = grid.rank
     if rank == 0:
-        replicas.quick_digest = lambda tensor: digest(tensor) + 1  # type: ignore[assignment]
+        replicas.condensed = lambda tensor: condensed(tensor) + 1  # type: ignore[assignment]
     group = grid.get_group("dp")
     same, large = torch.ones(3), torch.ones(BLOCK)
     copies = [Copy("same", same, (group,)), Copy("large", large, (group,))]
@@ -127,7 +156,7 @@ def told_on_two_kinds_of_processors() -> list[Any]:
     return found
 
 
-def test_processors_with_other_quick_digests_compare_by_the_common_one() -> None:
+def test_processors_that_condense_otherwise_compare_by_the_common_digest() -> None:
     for equal, told in run_on_ranks(told_on_two_kinds_of_processors, 2):
         assert equal is None
         assert told == "large differs between rank 0 and rank 1 of group 'dp'"

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.equality.digest import Digest, digest, quick_digest
+from commgrid.equality.digest import condensed, digest
 from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows
 from commgrid.errors import TransferError
 from commgrid.layout.box import Box
@@ -133,6 +133,7 @@ class SharedBoxes:
         for name, kind in side.kinds.items():
             alike.setdefault(kind, []).append(name)
         self._kinds: list[_SharedKind] = []
+        self._sets: dict[tuple[int, ...], int] = {}  # places that share some boxes, numbered
         self._count = 0
         for names in alike.values():
             places: dict[Box, list[int]] = {}
@@ -145,12 +146,36 @@ class SharedBoxes:
             ]  # fmt: skip
             self._kinds.append(_SharedKind(self._count, names, shared))
             self._count += self._kinds[-1].count
+            for _, have in shared:
+                self._sets.setdefault(have, len(self._sets))
+
+    def seem_to_differ(self, held: LocalBoxes | None) -> tuple[bool, Exception | None]:
+        """Compare one number of all boxes that the same ranks hold. Collective over the group.
+
+        Returns:
+            Whether `differing` is to say more, the same on all ranks: numbers differ, as they may
+            between processors of two kinds, or a rank has an error; and this rank's error.
+        """
+        if not self._count:
+            return False, None
+        mine, failed = self._absent(len(self._sets)), None
+        try:
+            parts: dict[int, list[Tensor]] = {}
+            for _, tensor, places in self._own_boxes(held):
+                one = condensed(tensor).to(mine.device)
+                parts.setdefault(self._sets[places], []).append(one)
+            for number, some in parts.items():
+                mine[number] = digest(torch.cat(some)).bitwise_right_shift(1)
+        except Exception as error:  # which the others, who wait, are to hear
+            failed = error
+        return bool(len(self._odd(mine, failed is not None))), failed
 
     def differing(self, held: LocalBoxes | None) -> str | None:
         """Describe a difference, with its ranks; None: there is none. Collective over the group."""
-        if not self._count or not len(self._odd(held, quick_digest)[0]):
-            return None
-        odd, mine = self._odd(held, digest)
+        mine = self._absent(self._count)
+        for number, tensor, _ in self._own_boxes(held):
+            mine[number] = digest(tensor).bitwise_right_shift(1)
+        odd = self._odd(mine)
         if not len(odd):
             return None
         first = int(odd[0])
@@ -166,25 +191,26 @@ class SharedBoxes:
             f"differs between {describe_ranks(lead)} and {others}{more}"
         )
 
-    def _odd(self, held: LocalBoxes | None, how: Digest) -> tuple[Tensor, Tensor]:
-        """Return the numbers of boxes whose digests differ, and this rank's digests."""
-        device = torch_groups.devices_of(self._group)[-1]
-        mine = torch.full((self._count,), _ABSENT, device=device)
-        if held is not None:
-            for number, name, box in self._own_boxes():  # less a bit, so that each has a negative
-                mine[number] = how(held.view(name, box)).bitwise_right_shift(1)
-        has = mine != _ABSENT
-        both = torch.cat([mine, torch.where(has, -mine, mine)])
-        largest, smallest = all_reduce(both, self._group, op="max").chunk(2)
-        return (largest != -smallest).nonzero().flatten(), mine
+    def _absent(self, count: int) -> Tensor:
+        """Numbers of boxes that this rank has not; those of others have a negative each."""
+        return torch.full((count,), _ABSENT, device=torch_groups.devices_of(self._group)[-1])
 
-    def _own_boxes(self) -> Iterator[tuple[int, str, Box]]:
-        """This rank's boxes, each with its number."""
+    def _odd(self, mine: Tensor, failed: bool = False) -> Tensor:
+        """Return the places of numbers that differ between ranks; of all, if one has failed."""
+        both = torch.cat([mine, torch.where(mine == _ABSENT, mine, -mine)])
+        failures = torch.full_like(mine[:1], failed)
+        ends = all_reduce(torch.cat([both, failures]), self._group, op="max")
+        largest, smallest = ends[:-1].chunk(2)
+        return ((largest != -smallest) | (ends[-1] > 0)).nonzero().flatten()
+
+    def _own_boxes(self, held: LocalBoxes | None) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
+        """This rank's boxes, each with its number and the places that have it."""
         for kind in self._kinds:
             for b, (box, places) in enumerate(kind.boxes):
-                if self._own in places:
+                if held is not None and self._own in places:
                     for n, name in enumerate(kind.names):
-                        yield kind.start + n * len(kind.boxes) + b, name, box
+                        number = kind.start + n * len(kind.boxes) + b
+                        yield number, held.view(name, box), places
 
     def _box(self, number: int) -> tuple[str, Box, tuple[int, ...]]:
         kind = next(each for each in self._kinds if number < each.start + each.count)

@@ -178,6 +178,10 @@ class SourceSide(OneSide):
         if self._optimizer_state is not None:
             self._optimizer_state.check_values()
 
+    def copies_seem_to_differ(self) -> tuple[bool, Exception | None]:
+        """As `SharedBoxes.seem_to_differ`; collective over both sides."""
+        return (False, None) if self._boxes is None else self._boxes.seem_to_differ(self.held)
+
     def compare_copies(self) -> None:
         """Refuses to send one of several copies that differ.
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from commgrid.collectives.objects import Answer, Value, at_first
-from commgrid.collectives.plain import all_reduce
 from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.grid_pairs.pair_group import PairGroup
@@ -311,13 +310,8 @@ class Transfer:
             if self._has_members:
                 self._agree(self._source.compare_members, lambda _: None)
             return
-        failed: Exception | None = None
-        try:
-            self._source.compare_copies()
-        except Exception as error:
-            failed = error
-        mine = torch.tensor([failed is not None], dtype=torch.int32, device=self._device)
-        if not all_reduce(mine, self._group, op="max").item():
+        differ, failed = self._source.copies_seem_to_differ()
+        if not differ:
             return
 
         def tell() -> None:
@@ -325,6 +319,7 @@ class Transfer:
                 raise failed
 
         self._agree(tell, lambda _: None)
+        self._agree(self._source.compare_copies, lambda _: None)
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the target's dtypes do not hold."""
