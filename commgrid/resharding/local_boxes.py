@@ -25,7 +25,13 @@ class _HeldTensor:
 
 
 class LocalBoxes:
-    """Tensors of this rank by name, and where each lies in the full one."""
+    """Tensors of this rank by name, and where each lies in the full one.
+
+    Attributes:
+        is_lasting: whether a box has one place in memory.
+    """
+
+    is_lasting = True
 
     def __init__(self) -> None:
         self._tensors: dict[str, _HeldTensor] = {}
@@ -81,6 +87,12 @@ class LocalBoxes:
         return [chunk.data.data_ptr() for chunk in chunks] == [
             tensor.data_ptr() for tensor in self.tensors(name)
         ]
+
+    def items(self) -> Iterator[tuple[str, Shape, torch.dtype, list[Chunk]]]:
+        """Each tensor's name, full shape, dtype and boxes on this rank, each once."""
+        for name, held in self._tensors.items():
+            chunks = [Chunk(box[0], tensors[0]) for box, tensors in held.chunks.items()]
+            yield name, held.shape, held.dtype, chunks
 
     def copy_further(self) -> None:
         """Gives copies of a name on this rank what the first of them has got."""

@@ -116,7 +116,7 @@ class Carrier:
         self._room = min(max(room, largest), sum(sizes))
         self._kept: dict[int, _Parcel] = {}
         self._pairs: list[tuple[Tensor, Tensor]] | None = None
-        self._left = _KEPT
+        self._left = _KEPT if source.is_lasting else 0
 
     def holds(self, source: LocalBoxes, target: LocalBoxes) -> bool:
         """Whether it was made of these, so that it may carry once more."""
@@ -228,12 +228,13 @@ class Carrier:
             yield from self._pairs
             return
         found: list[tuple[Tensor, Tensor]] = []
+        most = _KEPT if self._source.is_lasting else 0
         for move in self._copies():
             pair = self._view(move, False), self._view(move, True)
-            if len(found) < _KEPT:
+            if len(found) < most:
                 found.append(pair)
             yield pair
-        if len(found) < _KEPT:
+        if len(found) < most:
             self._pairs = found
 
     def _parcel(self, message: Message) -> _Parcel:

@@ -18,13 +18,18 @@ from commgrid.resharding.plan import Message, Move, TransferPlan
 
 if TYPE_CHECKING:
     from commgrid.resharding.name_tables.table import NameTable, mapping
+    from commgrid.transfer.conversion import Convert, Fp8Blocks
     from commgrid.transfer.models import Part
     from commgrid.transfer.transfer import Transfer
 
-__all__ = ["Message", "Move", "NameTable", "Part", "Transfer", "TransferPlan", "mapping"]
+__all__ = [
+    "Convert", "Fp8Blocks", "Message", "Move", "NameTable", "Part", "Transfer", "TransferPlan",
+    "mapping",
+]  # fmt: skip
 
 _LIVE = {
     "commgrid.resharding.name_tables.table": ("NameTable", "mapping"),
+    "commgrid.transfer.conversion": ("Convert", "Fp8Blocks"),
     "commgrid.transfer.models": ("Part",),
     "commgrid.transfer.transfer": ("Transfer",),
 }  # fmt: skip

@@ -108,7 +108,7 @@ class Names:
     def of_source(self, item: Item) -> list[Item]:
         """What is moved of a tensor of the source, by its names there or the common ones."""
         found = self._naming.source(item.path[-1], item.shape).items(item)
-        return [one for one in _held(item, found) if self._takes(one.path[-1])]
+        return [one for one in _held(item, found) if self.takes(one.path[-1])]
 
     def of_target(self, item: Item) -> list[Item]:
         """What is moved into a tensor of the target, likewise."""
@@ -116,7 +116,7 @@ class Names:
             return []
         return _held(item, self._naming.target(item.path[-1], item.shape).items(item))
 
-    def _takes(self, part: str) -> bool:
+    def takes(self, part: str) -> bool:
         """Whether a tensor of the target has this, and is moved."""
         return self._only is None or any(map(self.has, self._naming.on_target(part)))
 
@@ -194,6 +194,31 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
         offset = tuple(begin + more for begin, more in zip(given.offset, inner, strict=True))
     chunks = [Chunk(offset, data)] if data.numel() else []
     return Item(("model", name), shape, chunks, tensor.dtype)
+
+
+Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
+
+
+def optimizers_of(given: Optimizers | None, **others: object) -> Optimizers:
+    """The source's and the target's optimizer.
+
+    Args:
+        others: arguments that do not go with optimizers.
+
+    Raises:
+        SpecError: something else was given, or one of these.
+    """
+    if given is None:
+        return None, None
+    if not isinstance(given, tuple | list) or len(given) != 2:
+        raise SpecError(
+            f"optimizer={type(given).__name__}: expected the source's and the target's, "
+            "with None for a side that this rank is not on"
+        )
+    if any(other is not None for other in others.values()):
+        named = " and ".join(f"{name}=" for name, other in others.items() if other is not None)
+        raise SpecError(f"optimizer= goes with a whole model, unconverted; leave {named} out")
+    return given
 
 
 def grids_of(

@@ -27,7 +27,9 @@ from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import copy_of, not_taken
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
+from commgrid.transfer.conversion import Convert
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
+from commgrid.transfer.sent_boxes import SentBoxes, ToldSent
 from commgrid.transfer.shared_boxes import SharedBoxes
 
 _OPTIONS = "optimizer.param_groups."
@@ -119,11 +121,19 @@ class OneSide(ABC):
 class SourceSide(OneSide):
     """This rank's part of the source.
 
+    Args:
+        given: conversions; none: tensors are sent as they are.
+        room: bytes of converted tensors that are kept.
+
     Attributes:
+        sent: the boxes to send where some are converted; None: `held`.
         values: an optimizer's that are no tensors, which this rank tells.
         more: what targets have to know of these; None: there is no optimizer.
     """
 
+    given: Sequence[Convert] = ()
+    room: int = 0
+    sent: SentBoxes | None = field(default=None, init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
     more: Offer | None = field(default=None, init=False)
     _boxes: SharedBoxes | None = field(default=None, init=False)
@@ -133,6 +143,26 @@ class SourceSide(OneSide):
     @property
     def what(self) -> str:
         return "source"
+
+    def hold(self) -> LocalBoxes | None:
+        before, held = self.held, super().hold()
+        if held is not None and held is not before and self.given:
+            self.sent = SentBoxes(held, self.given, self.names, self.room)
+        return held
+
+    @property
+    def sending(self) -> LocalBoxes | None:
+        """The boxes to send."""
+        return self.held if self.sent is None else self.sent
+
+    def tell_sent(self) -> ToldSent | None:
+        """The message to other ranks; None: this rank is not on the source, or has no convert=."""
+        return None if self.sent is None else self.sent.told
+
+    def end_sending(self) -> None:
+        """Gives back the memory of a run."""
+        if self.sent is not None:
+            self.sent.end()
 
     def compare_members(self) -> None:
         """As `copies.compare_members`; collective over the source."""
@@ -337,6 +367,7 @@ class Told:
         compares: whether copies are to be compared.
         members: whether the source may be an ensemble.
         place: a side's, as `TargetSide` has it.
+        converts: whether convert= was given.
     """
 
     layout: bytes | None
@@ -347,19 +378,22 @@ class Told:
     compares: bool
     members: bool
     place: tuple[int, ...]
+    converts: bool
 
     @classmethod
     def of(cls, side: SourceSide | TargetSide, compares: bool) -> Told:
+        """Looks at a side."""
         held = side.hold()
         layout = held.layout if held is not None else None
         devices = frozenset(held.device_types if held is not None else ())
         flags = side.names.is_partial, compares, side.has_members
-        return cls(layout, socket.gethostname(), devices, side.more, *flags, side.place)
+        converts = isinstance(side, SourceSide) and bool(side.given)
+        return cls(layout, socket.gethostname(), devices, side.more, *flags, side.place, converts)
 
 
 def gathered(
     ranks: Sequence[int], told: Sequence[Told]
-) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool, bool]:
+) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool, bool, bool]:
     """All ranks' messages about one side, put together."""
     by_rank = dict(zip(ranks, told, strict=True))
     layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
@@ -371,6 +405,7 @@ def gathered(
         any(one.partly for one in told),
         all(one.compares for one in told),
         any(one.members for one in told),
+        any(one.converts for one in told),
     )
 
 

@@ -27,7 +27,18 @@ from commgrid.runtime.named_failures import GoneError, no_answer_of
 from commgrid.store.search import first_line
 from commgrid.torch_compat.peer_errors import as_peer_error, is_peer_failure, is_store_gone
 from commgrid.transfer.barriers import TransferBarriers
-from commgrid.transfer.models import Model, Names, Only, device_of, grids_of, other_world
+from commgrid.transfer.conversion import Conversion, conversions
+from commgrid.transfer.models import (
+    Model,
+    Names,
+    Only,
+    Optimizers,
+    device_of,
+    grids_of,
+    optimizers_of,
+    other_world,
+)
+from commgrid.transfer.sent_boxes import SentLayouts, check_groups
 from commgrid.transfer.shared_boxes import check_replicas, lost_between
 from commgrid.transfer.sides import SourceSide, TargetSide, Told, gathered, refuse_shared_memory
 
@@ -35,7 +46,6 @@ COPIES = ("compare", "any")
 _TIMEOUT = 600.0
 _NOTHING = "nothing was moved; make a new Transfer"
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
-Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
 
 
 class Transfer:
@@ -62,6 +72,11 @@ class Transfer:
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
             "any" sends one of them without comparing. Of mappings those are copies that are
             the same box of a name, so that a slice given as a whole tensor is refused.
+        convert: converts tensors on their way out of the source, in every run: a function of the
+            target's name and a whole tensor; a `Convert`, as `Fp8Blocks`, which says in which
+            blocks it computes; or several, of which the first that converts a tensor is used. All
+            ranks of the source give it. A rank keeps about `max_bytes` of results, or those of
+            one tensor, and during a run the blocks that cuts split.
         max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
             ranks.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
@@ -107,6 +122,7 @@ class Transfer:
         optimizer: Optimizers | None = None,
         rename: Rename | None = None,
         only: Only | None = None,
+        convert: Conversion | None = None,
         copies: str = "compare",
         max_bytes: int = 1 << 28,
         timeout: Seconds | None = None,
@@ -128,18 +144,14 @@ class Transfer:
         self._name, self._legend = name, ""
         self._messages: list[Message] | None = None
         self._carrier: Carrier | None = None
+        self._blocks: TransferPlan | None = None
         self._nothing = LocalBoxes()
         self._names = Names(rename, only)
-        optimizers = (None, None) if optimizer is None else optimizer
-        if not isinstance(optimizers, tuple | list) or len(optimizers) != 2:
-            raise SpecError(
-                f"optimizer={type(optimizers).__name__}: expected the source's and the target's, "
-                "with None for a side that this rank is not on"
-            )
-        if optimizer is not None and (rename is not None or only is not None):
-            raise SpecError("optimizer= goes with a whole model; leave rename= and only= out")
-        self._source = SourceSide(source, self._grids.get("source"), optimizers[0], self._names)
-        self._target = TargetSide(target, self._grids.get("target"), optimizers[1], self._names)
+        ours, theirs = optimizers_of(optimizer, rename=rename, only=only, convert=convert)
+        self._source = SourceSide(
+            source, self._grids.get("source"), ours, self._names, conversions(convert), max_bytes
+        )
+        self._target = TargetSide(target, self._grids.get("target"), theirs, self._names)
         with self._numbered(), Pairing(
             "transfer", name, self._grids, {"max_bytes": max_bytes},
             time.monotonic() + self._timeout, phases=("made",), limit="timeout",
@@ -178,10 +190,14 @@ class Transfer:
         told = at_first(
             self._group, lambda: telling(self._source), partial(gathered, ranks), failed
         )
-        self._source_side, hosts, devices, offers, _, self._compares, self._has_members = told
+        self._source_side, hosts, devices, offers, _, self._compares, self._has_members = told[:-1]
         if self._compares:
             self._source.compare_boxes_of(self._source_side, self._group)
-        self._target.take_offer(self._source_side.forms, offers)
+        self._sent = SentLayouts(self._source_side)
+        if told[-1]:
+            heard = partial(self._sent.converted, ranks)
+            self._sent = at_first(self._group, self._source.tell_sent, heard, failed)
+        self._target.take_offer(self._sent.side.forms, offers)
 
         def hear(told: list[Told]) -> Any:
             found = gathered(ranks, told)
@@ -190,7 +206,7 @@ class Transfer:
             return found
 
         told = at_first(self._group, lambda: telling(self._target), hear, failed)
-        self._target_side, _, more_devices, wants, partly, _, _ = told
+        self._target_side, _, more_devices, wants, partly, *_ = told
         self._target.check_offer(offers, wants)
         self._all_offer = len(offers) == len(self._source_side.places)
         self._device = device_of(self._group, devices | more_devices)
@@ -201,8 +217,11 @@ class Transfer:
         refuse_shared_memory(self._source.held, self._target.held)
         if self._target_side.forms:
             self._names.check_used(self._target_side.forms)
-        self.plan = TransferPlan(self._source_side, self._target_side, hosts, partly=partly)
-        return self.plan.digest
+        check_groups(self._sent.groups, self._target_side.forms)
+        self.plan = TransferPlan(self._sent.side, self._target_side, hosts, partly=partly)
+        if self._sent.split.forms:
+            self._blocks = TransferPlan(self._source_side, self._sent.split, hosts, partly=True)
+        return self.plan.digest + (self._blocks.digest if self._blocks is not None else "")
 
     def _same(self, digests: list[str]) -> None:
         """Check that all ranks have made one plan, before anything moves."""
@@ -258,6 +277,7 @@ class Transfer:
         consequence = _NOTHING
         try:
             self._compare_copies()
+            self._bring_together()
             self._check_numbers()
             values = self._exchange_values()
             consequence = _UNUSABLE
@@ -269,19 +289,35 @@ class Transfer:
             if not isinstance(error, Exception):
                 raise
             raise told from error
+        finally:
+            self._source.end_sending()
+
+    def _bring_together(self) -> None:
+        """Fetches what others hold of the blocks that this rank converts."""
+        if self._blocks is not None:
+            messages = self._blocks.messages(self._barriers.rank, most_of(self._max_bytes))
+            held, sent = self._source.held or self._nothing, self._source.sent
+            split = sent.begin() if sent is not None else self._nothing
+            carrier = self._carrier_of(self._blocks, messages, held, split)
+            carrier.carry()
+            carrier.meet()
 
     def _carry(self) -> None:
-        held = self._source.held or self._nothing, self._target.held or self._nothing
-        rank = self._barriers.rank
+        held = self._source.sending or self._nothing, self._target.held or self._nothing
         if self._messages is None:  # the same in every run
-            self._messages = self.plan.messages(rank, most_of(self._max_bytes))
+            self._messages = self.plan.messages(self._barriers.rank, most_of(self._max_bytes))
         if self._carrier is None or not self._carrier.holds(*held):
-            self._carrier = Carrier(
-                self._group, self._barriers.ranks, self._device, *held, self._max_bytes,
-                self._messages, partial(self.plan.copies, rank), self._timeout,
-            )  # fmt: skip
+            self._carrier = self._carrier_of(self.plan, self._messages, *held)
         self._carrier.carry()
         self._carrier.meet()
+
+    def _carrier_of(
+        self, plan: TransferPlan, messages: list[Message], source: LocalBoxes, target: LocalBoxes
+    ) -> Carrier:
+        return Carrier(
+            self._group, self._barriers.ranks, self._device, source, target, self._max_bytes,
+            messages, partial(plan.copies, self._barriers.rank), self._timeout,
+        )  # fmt: skip
 
     def _prepare(self) -> None:
         """Check that this rank's tensors are as they were planned."""
@@ -323,8 +359,8 @@ class Transfer:
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the target's dtypes do not hold."""
-        sides = self._source_side, self._target_side
-        found = lost_between(self._source.held, *sides, self._group, self._device)
+        sides = self._sent.side, self._target_side
+        found = lost_between(self._source.sending, *sides, self._group, self._device)
         if found:
             self._agree(lambda: refuse_lost(found, TransferError), lambda _: None)
 
