@@ -201,6 +201,8 @@ class Recorder:
         self.thread.begun = None
         if self.paused:
             return None
+        if self._termination is not None:
+            self._termination.follow()
         with self._lock:
             if self._failed:
                 self._goes_on(self.thread.number)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -53,6 +54,13 @@ class Termination:
         faulthandler.unregister(signal.SIGTERM)
         signal.signal(signal.SIGTERM, handler)
         self._register()
+
+    def follow(self) -> None:
+        """Write stacks also before a handler that the program has set meanwhile."""
+        handler = signal.getsignal(signal.SIGTERM)
+        is_new = handler is not self._before and handler is not None
+        if is_new and threading.current_thread() is threading.main_thread():  # Python asks for it
+            self.run_then(handler)
 
     def close(self) -> None:
         """Have SIGTERM do what it did before."""

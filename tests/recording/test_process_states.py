@@ -27,6 +27,8 @@ from tests.waiting import until
 
 PROGRAM = """
 import signal, sys, time
+import torch
+import torch.distributed as dist
 import commgrid
 from commgrid.failures import told_when_stopped
 if sys.argv[1] != "within":
@@ -53,6 +55,10 @@ try:
         signal.signal(signal.SIGTERM, ends)
         with told_when_stopped(lambda name: print(name, flush=True)):
             commgrid.initialize()
+        wait()
+    elif sys.argv[1] == "own":
+        signal.signal(signal.SIGTERM, ends)
+        dist.all_reduce(torch.ones(1))
         wait()
     elif sys.argv[1] == "saves":
         signal.signal(signal.SIGINT, ends)
@@ -97,6 +103,7 @@ def state(tmp_path: Path) -> str:
         ("told", signal.SIGINT, "stopped"),
         ("told", signal.SIGKILL, "killed"),
         ("left", signal.SIGTERM, "stopped"),
+        ("own", signal.SIGTERM, "stopped"),
         ("failed", signal.SIGTERM, "stopped"),
         ("failed", signal.SIGINT, "stopped"),
         ("failed", signal.SIGKILL, "killed"),

@@ -174,6 +174,8 @@ def run(
     here.path("pid", rank).write_text(str(os.getpid()))
     try:
         function(here)
+    except SystemExit:
+        raise
     except BaseException as error:
         sys.last_value = error  # set by the interpreter while exit handlers run
         raise

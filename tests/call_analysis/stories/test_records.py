@@ -18,6 +18,7 @@ from torch import nn
 import commgrid
 from commgrid.failures import told_when_stopped
 from tests.call_analysis.stories.job import Here, Job, Story, correct
+from tests.waiting import until_waiting
 
 kept: list[Any] = []  # what the programs have made
 
@@ -238,9 +239,30 @@ def of_its_own(here: Here) -> None:
             here.now()
 
 
-@pytest.mark.full("*SIGINT", "told*", "by_default*", "of_its_own*")
+def out_of_step(here: Here) -> None:
+    """As `of_its_own`, but two ranks wait for the others, and end only when their call has failed.
+
+    Python's handlers do not run while a thread is in a collective.
+    """
+    group = here.grid(dp=4).get_group("dp")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    sums(group, 20)
+    if here.rank % 2:
+        here.mark("comes")
+        sums(group)
+    for rank in (1, 3):
+        here.hear("comes", rank)
+    until_waiting([int(here.path("pid", rank).read_text()) for rank in (1, 3)])
+    here.now(ranks=(0, 2), open=True)
+    while True:
+        signal.pause()
+
+
+@pytest.mark.full("*SIGINT", "told*", "by_default*", "of_its_own*", "out_of_step*")
 @pytest.mark.parametrize("signals", ["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("program", [interrupted, told_no_longer, by_default, of_its_own])
+@pytest.mark.parametrize(
+    "program", [interrupted, told_no_longer, by_default, of_its_own, out_of_step]
+)
 def test_a_job_that_is_stopped(tmp_path: Path, program: Any, signals: str) -> None:
     """All ranks at once, somewhere in a step: none of them was first."""
     job = Job(Story(program, open=True), tmp_path / "job", stop=getattr(signal, signals))
