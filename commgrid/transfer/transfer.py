@@ -9,8 +9,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
-import torch
-
 from commgrid.collectives.objects import Answer, Value, at_first
 from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
