@@ -59,7 +59,8 @@ class Restored:
             rank: on the same sizes what it had itself. On an axis that had more places, it is also
             what ranks at its place + n, + 2 n … had, n being the places now; on an axis that had
             fewer, ranks beyond get nothing.
-        missing: with `strict=False`, the model's names that the checkpoint has not.
+        missing: with `strict=False`, the model's names that the checkpoint has not, and of
+            parameters that were not trained `optimizer.param_groups.<parameter>`.
         unexpected: with `strict=False`, the checkpoint's names that the model has not.
         same_layout: whether each rank gets exactly what it had of its own. Else random states are
             not to be set: copies of a model need equal ones, so all begin with one seed.
@@ -260,13 +261,16 @@ class Loading:
         self._own = [Value(path) for path in offered(self._stored.keys, self._grid)]
         self._needed = [*self._staged, *self._extra, *self._own]
         if self._optimizer is not None:
-            self._needed += self._optimizer.targets(self._stored.keys, turns)
+            self._needed += self._optimizer.targets(self._stored.keys, turns, self._strict)
         # One rank of each stage tells, since the others of it have the same names.
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
-        updated = self._optimizer.updated if self._optimizer is not None else []
         if any(others):
             return _Names([], [], [], [])
+        updated = []
+        if self._optimizer is not None:
+            updated = self._optimizer.updated
+            missing += self._optimizer.untrained
         return _Names(names, missing, updated, tied)
 
     def _fit(self) -> None:
@@ -313,6 +317,12 @@ class Loading:
         if self._optimizer is not None:
             updated = {name for names in told for name in names.updated}
             unknown += not_taken(self._stored.keys, updated)
+            untrained = [name for name in missing if name.startswith("optimizer.")]
+            if updated and len(untrained) == len(updated):
+                raise CheckpointError(
+                    f"of another optimizer: it has none of {', '.join(untrained[:3])}; its state "
+                    "is by the names of the model's parameters"
+                )
         if unknown and self._strict:
             more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
             trained = all(key.startswith("optimizer.") for key in unknown)

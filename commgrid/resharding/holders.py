@@ -6,15 +6,19 @@ stores. Copies are written once, each by the rank that so far has least to write
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from commgrid.equality.values import tensors_in
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, layout_of
 from commgrid.parameters.foreign import ForeignCut
-from commgrid.resharding.item import HeldBoxes, held_boxes
+from commgrid.resharding.item import Chunk, HeldBoxes, held_boxes, local_part
 from commgrid.runtime.grid import HyperCommGrid
 
 
@@ -34,6 +38,49 @@ class SavedParameter(HeldBoxes):
     copies: tuple[str, ...]
     parts: tuple[str, ...]
     is_owner: bool = True
+
+
+@dataclass(frozen=True)
+class UpdatedPart:
+    """The part of one parameter that the optimizer updates on this rank.
+
+    Args:
+        box: where the parameter's part lies.
+        tensor: what the optimizer has of it.
+        start, stop: which of its elements; None: all.
+        has_copy: whether `tensor` is a copy in a higher precision.
+    """
+
+    box: SavedParameter
+    tensor: Tensor
+    start: int = 0
+    stop: int | None = None
+    has_copy: bool = False
+
+    def chunks(self, data: Tensor) -> list[Chunk]:
+        """The boxes of a tensor that is as the part."""
+        return self.box.chunks(data, self.start, self.stop)
+
+    def path(self, text: str) -> tuple[str, str]:
+        """The name of an entry of its state, by the text of its key."""
+        return "optimizer", f"state.{self.box.name}.{text}"
+
+    def refuse_slices(self, text: str, held: Any) -> None:
+        """Refuse tensors of a slice's shape within a value, which is saved once for all slices."""
+        local = tuple(local_part(self.tensor).shape)
+        cut = math.prod(local) < math.prod(self.box.shape)
+        for each in tensors_in(held):
+            if isinstance(each, DTensor) or (cut and tuple(each.shape) == local):
+                raise SpecError(
+                    f"{self.box.name}: the optimizer's {text!r} is a {type(held).__name__} with a "
+                    f"tensor of shape {tuple(each.shape)}, as this rank's slice is of "
+                    f"{self.box.shape}; keep such tensors under keys of their own, as "
+                    f"state[parameter]['{text}.0']"
+                )
+
+    def is_like(self, held: Tensor) -> bool:
+        """Whether a tensor of the state has a number for each of the part's."""
+        return held.shape == self.tensor.shape and (held.dim() > 0 or not self.box.shape)
 
 
 def saved_parameter(

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.equality.comparison import ByRank, Error, Fact, compare, ends_of
 from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
-from commgrid.equality.values import exact_number_of, tensors_in
+from commgrid.equality.values import exact_number_of
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import groups_along
-from commgrid.resharding.holders import SavedParameter, Turns
-from commgrid.resharding.item import Chunk, Item, Path, Shared, Value, key_of, local_part, whole
+from commgrid.resharding.holders import SavedParameter, Turns, UpdatedPart
+from commgrid.resharding.item import Item, Path, Shared, Value, key_of, local_part, whole
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import (
     MASTER,
@@ -41,49 +39,6 @@ CLASS = "optimizer_class"
 OF_SCHEDULERS = {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr"}
 """Options that torch's learning rate schedulers add."""
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
-
-
-@dataclass(frozen=True)
-class UpdatedPart:
-    """The part of one parameter that the optimizer updates on this rank.
-
-    Args:
-        box: where the parameter's part lies.
-        tensor: what the optimizer has of it.
-        start, stop: which of its elements; None: all.
-        has_copy: whether `tensor` is a copy in a higher precision.
-    """
-
-    box: SavedParameter
-    tensor: Tensor
-    start: int = 0
-    stop: int | None = None
-    has_copy: bool = False
-
-    def chunks(self, data: Tensor) -> list[Chunk]:
-        """The boxes of a tensor that is as the part."""
-        return self.box.chunks(data, self.start, self.stop)
-
-    def path(self, text: str) -> tuple[str, str]:
-        """The name of an entry of its state, by the text of its key."""
-        return "optimizer", f"state.{self.box.name}.{text}"
-
-    def refuse_slices(self, text: str, held: Any) -> None:
-        """Refuse tensors of a slice's shape within a value, which is saved once for all slices."""
-        local = tuple(local_part(self.tensor).shape)
-        cut = math.prod(local) < math.prod(self.box.shape)
-        for each in tensors_in(held):
-            if isinstance(each, DTensor) or (cut and tuple(each.shape) == local):
-                raise SpecError(
-                    f"{self.box.name}: the optimizer's {text!r} is a {type(held).__name__} with a "
-                    f"tensor of shape {tuple(each.shape)}, as this rank's slice is of "
-                    f"{self.box.shape}; keep such tensors under keys of their own, as "
-                    f"state[parameter]['{text}.0']"
-                )
-
-    def is_like(self, held: Tensor) -> bool:
-        """Whether a tensor of the state has a number for each of the part's."""
-        return held.shape == self.tensor.shape and (held.dim() > 0 or not self.box.shape)
 
 
 class OptimizerState:
@@ -202,12 +157,15 @@ class OptimizerState:
 
     # -- reading ------------------------------------------------------------------------
 
-    def targets(self, stored: Mapping[str, Any], turns: Turns) -> Iterator[Item | Value]:
+    def targets(
+        self, stored: Mapping[str, Any], turns: Turns, strict: bool = True
+    ) -> Iterator[Item | Value]:
         """Yield the items to read, with new tensors, which `take` puts in place.
 
         Args:
             stored: torch's metadata by key.
             turns: which of the ranks that read something compares its checksum.
+            strict: False: parameters that were not trained before keep what they have.
 
         Raises:
             CheckpointError: no optimizer was saved, another one, or with other groups.
@@ -226,17 +184,22 @@ class OptimizerState:
         expected = set(self.inner.defaults)  # another version of torch may have some more
         for box in chain(*self.groups):
             options = keys["param_groups"].get(box.name, set()) - NO_OPTIONS
+            if not options and not strict:
+                continue
             if not options or (expected - options and options - expected - OF_SCHEDULERS):
                 raise CheckpointError(
                     f"its optimizer has {_listed(options)} for {box.name}, but "
                     f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
-                    "another optimizer, or this parameter was not trained"
+                    "another optimizer, or this parameter was not trained; strict=False of load "
+                    "leaves parameters that were not trained as they are"
                 )
             self._options[box.name] = {key: Value(_option(box, key)) for key in sorted(options)}
             yield from self._options[box.name].values()
         for part in chain(*self.parts):
             name, state = part.box.name, keys["state"].get(part.box.name, set())
             found = self._found[name] = {}
+            if name not in self._options and key_of(("model", name)) not in stored:
+                continue
             own = {str(key): key for key in self._state_of(part)}
             copied = MASTER in state and not self._has_own_master
             path = part.path(MASTER) if copied else ("model", name)
@@ -303,6 +266,12 @@ class OptimizerState:
         """Names of the parameters that it updates."""
         return [box.name for box in chain(*self.groups)]
 
+    @property
+    def untrained(self) -> list[str]:
+        """Of those that `targets` leaves as they are, names that a checkpoint would have."""
+        left = [name for name in self.updated if name not in self._options]
+        return [f"optimizer.param_groups.{name}" for name in left]
+
     def check_options(self, read: Mapping[str, Any]) -> None:
         """Refuses another optimizer's state, and groups whose parameters were in different ones.
 
@@ -315,7 +284,8 @@ class OptimizerState:
         saved, mine = read.get(CLASS), type(self.inner).__name__
         if saved not in (None, mine):
             raise CheckpointError(f"its optimizer is {saved}, and here is {mine}")
-        for boxes in self.groups:
+        for group in self.groups:
+            boxes = self._trained(group)
             for box in boxes[1:]:
                 first, other = (self._options_of(one, read) for one in (boxes[0], box))
                 for key in sorted(first.keys() | other.keys()):
@@ -325,6 +295,10 @@ class OptimizerState:
                             f"{other.get(key)} for {box.name}, which here are in one group; "
                             "make the groups that it was saved with"
                         )
+
+    def _trained(self, boxes: Iterable[SavedParameter]) -> list[SavedParameter]:
+        """Those of whose optimizer state something is read."""
+        return [box for box in boxes if box.name in self._options]
 
     def _options_of(self, box: SavedParameter, read: Mapping[str, Any]) -> dict[str, Any]:
         return {key: read[value.key] for key, value in self._options[box.name].items()}
@@ -340,7 +314,8 @@ class OptimizerState:
             self.optimizer.param_groups, self.groups, self.parts, strict=True
         ):
             own = {key: value for key, value in outer.items() if key not in NO_OPTIONS}
-            options = self._options_of(boxes[0], read) if boxes else {}
+            trained = self._trained(boxes)
+            options = self._options_of(trained[0], read) if trained else {}
             for key, value in options.items():
                 if isinstance(value, Tensor) and isinstance(own.get(key), Tensor):
                     options[key] = value.to(own[key].device)
@@ -352,6 +327,8 @@ class OptimizerState:
                     key: read[held.key] if isinstance(held, Value) else held
                     for key, held in self._found[part.box.name].items()
                 }
+                if part.box.name not in self._options:
+                    entries = dict(self._state_of(part))
                 if entries:
                     state[index] = entries
                 index += 1
