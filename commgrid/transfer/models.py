@@ -135,7 +135,7 @@ def _held(item: Item, parts: list[Item]) -> list[Item]:
 
 
 def tensors_of(model: Model) -> list[Any]:
-    """Every tensor of a model: what it is, where its memory is, its shape and dtype.
+    """Every tensor of a model: its name, what it is, where its memory is, its shape and dtype.
 
     This takes a few microseconds a tensor, and reading placements hundreds.
     """
@@ -147,11 +147,10 @@ def tensors_of(model: Model) -> list[Any]:
             for each in _several(given)
         ]  # fmt: skip
     roots = [model] if isinstance(model, nn.Module) else model
+    kinds = nn.Module.named_parameters, nn.Module.named_buffers  # which attributes may hide
     return [
-        _trace_of(tensor)
-        for root in roots
-        for module in root.modules()
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        (name, *_trace_of(tensor))
+        for root in roots for kind in kinds for name, tensor in kind(root, remove_duplicate=False)
     ]  # fmt: skip
 
 

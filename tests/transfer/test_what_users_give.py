@@ -50,6 +50,21 @@ def given() -> dict[str, str]:
     said["another offset"] = str(error.value).replace(f"rank {rank}", "this rank")
     transfer.close()
 
+    def tied() -> nn.ModuleDict:
+        net = nn.ModuleDict({name: nn.Linear(2, 2) for name in "abc"})
+        net["b"].weight = net["a"].weight
+        return net
+
+    net = tied()
+    initialize_parameters(net, 1)
+    transfer = Transfer(net, tied())
+    transfer.run()
+    net["b"].weight = net["c"].weight
+    with pytest.raises(commgrid.CommGridError) as error:
+        transfer.run()
+    said["tied to another"] = str(error.value).replace(f"rank {rank}", "this rank")
+    transfer.close()
+
     def both() -> dict[str, Tensor]:
         return {"up.weight": torch.ones(2), "down.weight": torch.zeros(2)}
 
@@ -111,6 +126,7 @@ SAID = {
     "on this rank that overlap, [4] at [0] and [2] at [0]; give parts that are equal",
     "another offset": "the source on this rank has changed since the transfer was planned: "
     "this rank has other boxes of w",
+    "tied to another": "the source on this rank has changed since the transfer was planned: ",
     "pattern": "TransferError: nothing was moved: ranks 0-1: only=['up.*', 'donw.*']: 'donw.*' is "
     "the name of no tensor of the target; leave it out, or correct it",
     "one name": "TransferError: nothing was moved: ranks 0-1: rename= calls both up.weight and "
