@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 import commgrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import Convert, Fp8Blocks, Part, Transfer
+from commgrid.transfer import Convert, Fp8Blocks, Part, Transfer, mapping
 from tests.sizes import full
 
 FP8 = torch.float8_e4m3fn
@@ -223,6 +223,65 @@ def test_functions_of_tensors_rows_and_elements() -> None:
         **first, "a whole tensor": (True, []), "elements": (True, [("w", (2, 4))]),
         "rows": (True, [("w", (2, 4))]),
     }  # fmt: skip
+
+
+HEADS, KV_HEADS, HEAD, HIDDEN, EXPERTS, INNER = 4, 2, 6, 10, 3, 6
+CONFIG = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD}
+ATTENTION, EXPERT = "model.layers.0.self_attn", "model.layers.0.mlp.experts"
+
+
+def fused() -> dict[str, Any]:
+    """Megatron's tensors, cut over 2 ranks, into vLLM's in fp8: parts are quantized alone."""
+    grid = commgrid.initialize(tp=2)
+    torch.manual_seed(3)
+    q = torch.randn(KV_HEADS, HEADS // KV_HEADS * HEAD, HIDDEN)
+    k, v = torch.randn(2, KV_HEADS, HEAD, HIDDEN)
+    qkv = torch.cat([q, k, v], 1).flatten(0, 1)  # the groups of both ranks one after the other
+    experts = torch.randn(EXPERTS, 2, INNER, HIDDEN)
+    rows = len(qkv) // 2
+    own = slice(grid.rank * rows, (grid.rank + 1) * rows)
+    source: dict[str, Any] = {
+        "decoder.layers.0.self_attention.linear_qkv.weight": Part(
+            qkv[own].clone(), tuple(qkv.shape), (own.start, 0)
+        )
+    }
+    for number, expert in enumerate(experts):
+        name = f"decoder.layers.0.mlp.experts.local_experts.{number}.linear_fc1.weight"
+        source[name] = [
+            Part(half[:5].clone() if grid.rank == 0 else half[5:].clone(), (2 * INNER, HIDDEN),
+                 (half_number * INNER + 5 * grid.rank, 0))
+            for half_number, half in enumerate(expert)
+        ]  # fmt: skip
+    parts = [quantized("w", each.flatten(0, 1), (4, 4)) for each in (q, k, v)]
+    halves = [[quantized("w", half, (4, 4)) for half in expert] for expert in experts]
+    expected = {}
+    for end in ("", "_scale_inv"):
+        expected[f"{ATTENTION}.qkv_proj.weight{end}"] = torch.cat([one[f"w{end}"] for one in parts])
+        expected[f"{EXPERT}.w13_weight{end}"] = torch.stack(
+            [torch.cat([half[f"w{end}"] for half in expert]) for expert in halves]
+        )
+    target = {name: torch.zeros_like(one) for name, one in expected.items()}
+    names = mapping("qwen3_moe", source="megatron", target="vllm", config=CONFIG)
+    transfer = Transfer(source, target, rename=names, convert=Fp8Blocks((4, 4)), timeout=20)
+    transfer.run()
+    transfer.close()
+    found = {n: torch.equal(target[n].float(), one.float()) for n, one in expected.items()}
+    found["one of both"] = attempt(
+        source, {f"{EXPERT}.w13_weight": target[f"{EXPERT}.w13_weight"]}, rename=names,
+        only=["*w13_weight"], convert=Fp8Blocks((4, 4)),
+    )  # fmt: skip
+    commgrid.shutdown()
+    return found
+
+
+def test_fused_tensors_get_the_scales_of_their_parts() -> None:
+    for found in run_on_ranks(fused, 2):
+        assert found.pop("one of both") == (
+            f"{NOTHING}ranks 0-1: only= leaves out {EXPERT}.0.gate_proj.weight_scale_inv, which "
+            f"convert= makes of {EXPERT}.0.gate_proj.weight; add its name"
+        )
+        assert len(found) == 4
+        assert all(found.values()), found
 
 
 def attempt(source: Any, target: Any, **options: Any) -> str:

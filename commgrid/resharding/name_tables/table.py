@@ -19,6 +19,7 @@ those in Hugging Face's files:
 | `tied` | the part's name in models that tie the head to the embedding |
 
 Numbers may be sums of words, which the model's configuration has: `kv_lora_rank + qk_rope_head_dim`.
+Scales of blocks have the name of their tensor and `_scale_inv` behind it, and are cut as it is.
 In names `{layer}` stands for a number, `{weight|bias}` for one of two words, `{rest}` for anything.
 """  # noqa: E501
 
@@ -38,6 +39,7 @@ from commgrid.planning.yaml import from_file, load_yaml
 from commgrid.planning.yaml_keys import check_keys
 from commgrid.resharding.name_tables.parts import Range, TensorParts
 
+SCALES = "_scale_inv"
 _PLACE = re.compile(r"\{([^{}]+)\}")
 _FOLDER, _INCLUDE = Path(__file__).parent, "include"
 _OF_DIMS = ("index", "dim", "transposed")
@@ -135,20 +137,21 @@ class NameRow:
                 )
         return made
 
-    def cut(self, name: str, values: Mapping[str, str], shape: Shape) -> TensorParts:
+    def cut(self, name: str, values: Mapping[str, str], shape: Shape, end: str) -> TensorParts:
         """The parts of a tensor.
 
         Args:
             name: the tensor's.
             values: what the places of the row's name stand for in it.
             shape: the tensor's.
+            end: of its name and its parts': "", or SCALES.
 
         Raises:
             SpecError: a shape that has no such parts, or a configuration without their sizes.
         """
         options = self.options
         if not self.parts or (len(self.parts) == 1 and not options.keys() - {"parts", "tied"}):
-            return TensorParts(shape, tuple(part.fill(values) for part in self.parts))
+            return TensorParts(shape, tuple(part.fill(values) + end for part in self.parts))
         index, turned = options.get("index"), bool(options.get("transposed"))
         entry, dim = shape[1:] if index else shape, options.get("dim", 0)
         if dim >= len(entry) or (turned and len(entry) < 2) or (index and not shape):
@@ -160,28 +163,30 @@ class NameRow:
         if turned:
             entry = (*entry[:-2], *reversed(entry[-2:]))
         names = [
-            part.fill({**values, index: number} if index else values)
+            part.fill({**values, index: number} if index else values) + end
             for number in range(shape[0] if index else 1)
             for part in self.parts
         ]
-        ranges = self._ranges(f"{name} has shape {shape}", entry[dim])
+        ranges = self._ranges(f"{name} has shape {shape}", entry[dim], is_scale=bool(end))
         stacked = bool(options.get("stacked"))
         return TensorParts(shape, tuple(names), ranges, dim, bool(index), turned, stacked)
 
-    def _ranges(self, what: str, length: int) -> tuple[Range, ...]:
+    def _ranges(self, what: str, length: int, is_scale: bool) -> tuple[Range, ...]:
         """The parts along the dim that is cut, group after group.
 
         Args:
             what: begins errors.
             length: of the dim.
+            is_scale: whether it counts blocks, and no entries.
         """
         options = self.options
         sizes = [self._value("sizes", n) for n in options.get("sizes", [1] * len(self.parts))]
         numbers = {key: self._value(key, options[key]) for key in _NUMBERS if key in options}
         rows, groups = numbers.get("rows", length), numbers.get("groups", 1)
-        unit = numbers.get("unit", rows // sum(sizes))
-        lengths = [size * unit // groups for size in sizes]
+        lengths = [size * rows // (sum(sizes) * groups) for size in sizes]
         fits = rows <= length and sum(lengths) * groups == rows
+        if "unit" in numbers and not is_scale:
+            fits = fits and numbers["unit"] * sum(sizes) == rows
         if not fits or (options.get("stacked") and lengths != [1] * len(lengths)):
             said = "".join(f", {key}={options[key]} ({n})" for key, n in numbers.items())
             raise SpecError(
@@ -235,9 +240,10 @@ class Side:
             SpecError: no row takes the name, or the shape does not fit its row.
         """
         for row in self.rows:
-            values = row.name.match(name)
-            if values is not None:
-                return row.cut(name, values, shape)
+            for end in _ends(name):
+                values = row.name.match(name.removesuffix(end))
+                if values is not None:
+                    return row.cut(name, values, shape, end)
         if not self.rows:
             return TensorParts(shape, (name,))
         known = [row.name.text for row in self.rows]
@@ -251,11 +257,16 @@ class Side:
         if not self.rows:
             return [part]
         return [
-            row.name.fill(values)
+            row.name.fill(values) + end
             for row in self.rows
             for template in row.parts
-            if (values := template.match(part)) is not None
+            for end in _ends(part)
+            if (values := template.match(part.removesuffix(end))) is not None
         ]
+
+
+def _ends(name: str) -> tuple[str, ...]:
+    return ("", SCALES) if name.endswith(SCALES) else ("",)
 
 
 @dataclass(frozen=True)
