@@ -185,13 +185,15 @@ class ControlChannel:
     # -- the thread's part --------------------------------------------------------------
 
     def _run(self) -> None:
-        last = time.monotonic()
+        now = last = time.monotonic()
         while not self._closing:
-            events = self._selector.select(timeouts().beat / 2)
+            pause = self._interval() / 2
+            events, before = self._selector.select(pause), now
             now = time.monotonic()
-            if now - last > 5 * timeouts().beat:  # this process was stopped, or its host was
-                for link in self._all():
-                    link.heard = now
+            # This thread could hear nothing while it, its process or its host stood still.
+            stood = max(now - before - pause, 0.0)
+            for link in self._all():
+                link.heard += stood
             for key, _ in events:
                 if key.fileobj is self._bell:
                     with suppress(BlockingIOError):
@@ -237,9 +239,13 @@ class ControlChannel:
         except OSError:
             return b""
 
+    def _interval(self) -> float:
+        """Seconds between two signs of life, of which a neighbour may miss some."""
+        return min(timeouts().beat, self.silent_after / 4)
+
     def _beat(self, now: float, last: float) -> float:
         """Once in a while: says that this rank is there, and sees who is not."""
-        if now - last < timeouts().beat:
+        if now - last < self._interval():
             return last
         for link in self._all():
             self._send(link, {"kind": "beat"})

@@ -50,7 +50,8 @@ class Timeouts:
             store. They may still read from it; longer than exit handlers of a process take.
         seen: for a watch to say whose process has ended, after a collective lost its connection. It
             learns of it by a connection of its own, and asks that rank's host once more.
-        beat: between two signs of life on a link of a watched grid.
+        beat: between two signs of life on a link of a watched grid, at most; a quarter of the
+            time until a rank counts as stopped, if that is less.
         silent: without a sign of life until a watched rank counts as stopped, at most; less if the
             grid's `timeout` is less. The thread that sends them needs the interpreter's lock,
             which something else in the process may hold for a while.

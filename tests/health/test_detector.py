@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -211,6 +213,26 @@ def test_all_hear_of_a_loss_and_the_store_is_asked_three_times() -> None:
         assert not each.late
     assert store.calls == 3 * 50
     for each in others:
+        each.close()
+
+
+def test_a_process_that_stood_still_blames_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For longer than a rank may be silent: it could not have heard a sign of life meanwhile."""
+    stood, looks = 0.0, [0, 0]
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stood, sleep=time.sleep)
+    monkeypatch.setattr("commgrid.health.channel.time", clock)
+    _, made = watches(2, {}, 2.0)
+
+    def looked(rank: int) -> None:
+        looks[rank] += 1
+
+    for rank, each in enumerate(made):
+        each._links._look = partial(looked, rank)
+    until(lambda: min(looks) > 1, "both have looked")
+    before, stood = list(looks), 3.0
+    until(lambda: all(now > then + 1 for now, then in zip(looks, before, strict=True)), "again")
+    assert [each.failure for each in made] == [None, None]
+    for each in made:
         each.close()
 
 
