@@ -222,6 +222,7 @@ def recover(
         failed,
     )
     loading = Loading(grid, lambda: _Memory(mine, forms, grid, group), model, optimizer)
+    loading.ties = at_first(group, loading.look, loading.ties_of_all, failed)
     at_first(group, loading.plan, loading.check_all, failed)
     refuse_lost(at_first(group, lambda: loading.read(lambda *_: None), loading.check_lost, failed))
     partly = failure("the model is not to be used, as it was recovered in part")

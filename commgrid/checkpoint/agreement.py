@@ -34,7 +34,8 @@ from commgrid.torch_compat.world import group_timeout
 Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""
 Call = dict[str, Any]
-"""The arguments of a call, compared between ranks; of `extra` a number for each value."""
+"""The arguments of a call, compared between ranks; of `extra` a number for each value, and of
+`shared` what other stages have too."""
 Progress = bool | Callable[[int, int], object]
 
 P = ParamSpec("P")
@@ -121,7 +122,7 @@ def count_of(key: str, given: Any, least: int) -> int:
 def compare(calls: Sequence[Call]) -> None:
     """Refuses ranks that call for different things."""
     _compare_extra([call.get("extra") for call in calls])
-    for key in calls[0].keys() - {"extra"}:
+    for key in calls[0].keys() - {"extra", "shared"}:
         said = [(number, c[key]) for number, c in enumerate(calls) if c[key] != "any"]
         for number, value in said:
             if value != said[0][1]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 
 from torch.distributed import ProcessGroup
 
 from commgrid.equality.values import number_of
-from commgrid.errors import GridMismatchError
+from commgrid.errors import CheckpointError, GridMismatchError
 from commgrid.replicas import Copy, differing, groups_along
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.naming import SharedNames
 from commgrid.runtime.grid import HyperCommGrid
 
 
@@ -33,6 +34,26 @@ def compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
             "have of their own, with mark_buffers(…, own=); where copies may differ, as kernels "
             'that are not deterministic make them, copies="first" writes the first rank\'s'
         )
+
+
+def check_shared(told: Mapping[int, SharedNames]) -> None:
+    """Refuse a copy of another stage's weight that this one does not have.
+
+    Args:
+        told: of each rank.
+
+    Raises:
+        CheckpointError: names the weight and both ranks.
+    """
+    for rank, shared in told.items():
+        for key, names in shared.items():
+            for other in key[0]:
+                if len(told[other].get(key, ())) != len(names):
+                    raise CheckpointError(
+                        f"{names[-1]} of rank {rank} is marked as shared with ranks "
+                        f"{list(key[0])}, of which rank {other} has no such weight of shape "
+                        f"{key[1]}; call mark_parameters(…, shared=…) on all stages that have it"
+                    )
 
 
 def compare_members(items: Sequence[Item | Value], model: ModelState) -> None:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from commgrid.errors import CheckpointError
 from commgrid.layout.box import Shape
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.name_tables.parts import TensorParts
-from commgrid.resharding.naming import Naming, split_name
+from commgrid.resharding.naming import Naming, split_name, twins
 
 MODEL = "model."
 _STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
@@ -55,12 +55,19 @@ class Renamed:
         source: with its own names.
         naming: its names to the model's.
         with_optimizer: whether an optimizer is loaded.
+        ties: the model's names of each tied weight, of which it may have one.
 
     Raises:
         CheckpointError: two of its tensors would have one name.
     """
 
-    def __init__(self, source: Source, naming: Naming, with_optimizer: bool = True) -> None:
+    def __init__(
+        self,
+        source: Source,
+        naming: Naming,
+        with_optimizer: bool = True,
+        ties: Sequence[set[str]] = (),
+    ) -> None:
         self._source, self._prefix = source, naming.prefix
         self._stored: dict[str, str] = {}
         self._parts: dict[str, tuple[TensorParts, str]] = {}  # what is a part of what is stored
@@ -79,6 +86,9 @@ class Renamed:
                 self._add(naming, key, is_nested=bool(members))
         for key, group in members.items():
             self._add_group(naming, key, group)
+        for key, stored in list(self._stored.items()) if ties else ():
+            for twin in twins(key, ties):
+                self._stored.setdefault(twin, stored)
         self.keys: Mapping[str, Any] = {
             name: self._part(name, source.keys[stored]) for name, stored in self._stored.items()
         }
@@ -149,6 +159,10 @@ class Renamed:
                 f"its {other} and {stored} are both {name} after prefix= and rename=; give each "
                 "tensor a name of its own"
             )
+
+    def is_one(self, key: str, other: str) -> bool:
+        """Whether two names are of one tensor of the source."""
+        return self._stored[key] == self._stored[other]
 
     def check(self, items: Iterable[Item | Value]) -> None:
         """Look whether it has these, in these shapes.

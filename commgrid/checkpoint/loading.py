@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
 from commgrid.checkpoint import folder as folders
@@ -33,15 +32,25 @@ from commgrid.checkpoint.foreign_names import MODEL, Renamed, Source
 from commgrid.checkpoint.reader import Stored
 from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
 from commgrid.checkpoint.trust import Unread
-from commgrid.checkpoint.values import is_same_layout, offered
+from commgrid.checkpoint.values import extras_in, is_same_layout, offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
+from commgrid.equality.digest import digest
 from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.holders import Turns
-from commgrid.resharding.item import Item, Value, key_of, whole
+from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.model_state import ModelState, chunks_of
-from commgrid.resharding.naming import Naming, Rename, copy_of, not_taken
+from commgrid.resharding.naming import (
+    Naming,
+    Rename,
+    SharedNames,
+    copy_of,
+    not_taken,
+    shared_in,
+    ties_of,
+    twins,
+)
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -137,8 +146,8 @@ def load(
 
     def source(path: Path) -> Source:
         if is_folder_of_them(path):
-            return Renamed(Safetensors(path, scales=not has_scales(model)), naming)
-        return Renamed(Stored(path, trusted), naming, optimizer is not None)
+            return Safetensors(path, scales=not has_scales(model))
+        return Stored(path, trusted)
 
     def call() -> Call:
         with beside_a_disk(group, grid):
@@ -165,12 +174,13 @@ def load(
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
 
-    def opened() -> Source:
+    def plan() -> _Names:
         with beside_a_disk(group, grid):
-            return source(path)
+            return loading.plan()
 
-    loading = Loading(grid, opened, model, optimizer, strict, naming)
-    missing, unexpected = at_first(group, loading.plan, loading.check_all, failed)
+    loading = Loading(grid, lambda: source(path), model, optimizer, strict, naming)
+    loading.ties = at_first(group, loading.look, loading.ties_of_all, failed)
+    missing, unexpected = at_first(group, plan, loading.check_all, failed)
     what = "the model" if found is None else f"step {found}"
     line, report = reporter(progress, f"loading {what}", grid)
 
@@ -222,7 +232,12 @@ class Loading:
         source: opens what is loaded from.
         model, optimizer, strict: as `load` takes them.
         naming: of the model's tensors, which may have parts under other names.
+
+    Attributes:
+        ties: the names of each tied weight, on all stages.
     """
+
+    ties: Sequence[set[str]]
 
     def __init__(
         self,
@@ -233,45 +248,55 @@ class Loading:
         strict: bool = True,
         naming: Naming | None = None,
     ) -> None:
-        self._naming = naming or Naming(MODEL, None)
         self._grid, self._open, self._strict = grid, source, strict
-        self._given = model, optimizer
+        self._given, self._naming = (model, optimizer), naming or Naming(MODEL, None)
+        self._turns = Turns(grid)
+
+    def look(self) -> tuple[SharedNames, list[set[str]]]:
+        """List the model's tensors; return the names of tied ones."""
+        self._model = ModelState(self._given[0], self._grid)
+        items = self._model.items(self._turns)
+        self._live = [part for item in items for part in self._parts_of(item)]
+        cut = [[self._naming.target(name).names for name in tied] for tied in self._model.aliases]
+        aliases = [{*chain(*each)} for each in cut if all(len(names) == 1 for names in each)]
+        return shared_in(self._live), aliases
+
+    @staticmethod
+    def ties_of_all(told: Sequence[tuple[SharedNames, list[set[str]]]]) -> Sequence[set[str]]:
+        """The names of each tied weight, as all ranks have told them."""
+        shared, aliases = zip(*told, strict=True)
+        return ties_of(shared, chain.from_iterable(aliases))
 
     def plan(self) -> _Names:
         """Compare the model with the checkpoint; return the names of this rank's model."""
-        model, optimizer = self._given
-        self._stored = self._open()
-        self._model = ModelState(model, self._grid)
-        turns = Turns(self._grid)
-        self._live = [part for item in self._model.items(turns) for part in self._parts_of(item)]
+        optimizer, turns = self._given[1], self._turns
+        self._stored = Renamed(self._open(), self._naming, optimizer is not None, self.ties)
         names = [item.key for item in self._live]
         missing: list[str] = []
-        tied = [_Tied.of(one) for one in self._live if isinstance(one, Item) and one.shared]
         if not self._strict:
             missing = [key for key in names if key not in self._stored.keys]
             self._live = [item for item in self._live if item.key in self._stored.keys]
         self._fit()
         self._stored.check(self._live)
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
+        self._twins = list(self._stored_twins())
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
-        self._extra = [
-            _extra(key, stored)
-            for key, stored in self._stored.keys.items() if key.startswith("extra.")
-        ]  # fmt: skip
+        self._extra = extras_in(self._stored.keys)
         self._own = [Value(path) for path in offered(self._stored.keys, self._grid)]
-        self._needed = [*self._staged, *self._extra, *self._own]
+        twins_of_these = [twin for _, _, twin in self._twins]
+        self._needed = [*self._staged, *twins_of_these, *self._extra, *self._own]
         if self._optimizer is not None:
             self._needed += self._optimizer.targets(self._stored.keys, turns, self._strict)
         # One rank of each stage tells, since the others of it have the same names.
         stage = self._grid.spec.regions[0].axes
         others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
         if any(others):
-            return _Names([], [], [], [])
+            return _Names([], [], [])
         updated = []
         if self._optimizer is not None:
             updated = self._optimizer.updated
             missing += self._optimizer.untrained
-        return _Names(names, missing, updated, tied)
+        return _Names(names, missing, updated)
 
     def _fit(self) -> None:
         """Read tensors that ranks each had of their own as this grid's ranks have them."""
@@ -287,6 +312,29 @@ class Loading:
         if isinstance(item, Item):
             return self._naming.target(item.path[-1], item.shape).items(item)
         return [item] if self._naming.target(item.path[-1]).names else []
+
+    def _stored_twins(self) -> Iterator[tuple[Item, Item, Item]]:
+        """Tensors of tied weights, with the boxes to read into, and those of a further copy."""
+        for live, staged in zip(self._live, self._staged, strict=True):
+            if isinstance(live, Item) and isinstance(staged, Item) and live.path[0] == "model":
+                for key in twins(live.key, self.ties):
+                    if key in self._stored.keys and not self._stored.is_one(live.key, key):
+                        twin = self._source(replace(live, path=("model", key.removeprefix(MODEL))))
+                        yield live, staged, twin
+
+    def _check_twins(self) -> None:
+        """Refuse different numbers for one weight.
+
+        Raises:
+            CheckpointError: names both of its names.
+        """
+        for live, *both in self._twins:
+            one, other = ([int(digest(c.data.to(live.dtype))) for c in i.chunks] for i in both)
+            if one != other:
+                raise CheckpointError(
+                    f"{live.key} and {both[1].key} are one weight of this model, and differ in the "
+                    "checkpoint; untie them, or have rename= return None for one"
+                )
 
     def _source(self, item: Item) -> Item:
         """Return the box to read a tensor into; from its fp32 copy if that is more precise.
@@ -307,15 +355,16 @@ class Loading:
             Without `strict`, names that are missing in the checkpoint, and that only it has.
         """
         known = {name for names in told for name in names.own}
+        known |= {twin for name in known for twin in twins(name, self.ties)}
         missing = [
             name.removeprefix(MODEL)
             for name in dict.fromkeys(name for names in told for name in names.missing)
         ]
         there = [key for key in self._stored.keys if key.startswith(MODEL)]
-        _check_tied(told)
         unknown = [key for key in there if key not in known]
         if self._optimizer is not None:
             updated = {name for names in told for name in names.updated}
+            updated = updated.union(*(names for names in self.ties if names & updated))
             unknown += not_taken(self._stored.keys, updated)
             untrained = [name for name in missing if name.startswith("optimizer.")]
             if updated and len(untrained) == len(updated):
@@ -341,6 +390,7 @@ class Loading:
     def read(self, report: Report) -> dict[str, Lost]:
         """Into memory of its own; return what tensors of another dtype do not hold."""
         self._values = self._stored.read(self._needed, report)
+        self._check_twins()
         if self._optimizer is not None:
             self._optimizer.check_options(self._values)
         found: dict[str, Lost] = {}
@@ -411,59 +461,8 @@ class _Names:
         own: of its model.
         missing: of those, what the checkpoint has not.
         updated: parameters that its optimizer updates.
-        tied: parameters of which other stages have copies, under any names.
     """
 
     own: list[str]
     missing: list[str]
     updated: list[str]
-    tied: list[_Tied]
-
-
-@dataclass(frozen=True)
-class _Tied:
-    """A parameter of a stage, and what it has in common with its copies on others.
-
-    Args:
-        alike: the ranks with copies, and the full shape.
-        key: its name.
-    """
-
-    alike: tuple[tuple[int, ...], tuple[int, ...]]
-    key: str
-
-    @classmethod
-    def of(cls, item: Item) -> _Tied:
-        assert item.shared is not None
-        return cls((tuple(dist.get_process_group_ranks(item.shared)), tuple(item.shape)), item.key)
-
-
-def _check_tied(told: Sequence[_Names]) -> None:
-    """Refuse a tied weight that some stages would load and others would not.
-
-    Raises:
-        CheckpointError: names the parameter that the checkpoint has not, and its copy.
-    """
-    found: dict[Any, dict[int, tuple[list[str], list[str]]]] = {}
-    for stage, names in enumerate(told):
-        for one in names.tied:
-            there, missing = found.setdefault(one.alike, {}).setdefault(stage, ([], []))
-            (missing if one.key in names.missing else there).append(one.key)
-    for stages in found.values():
-        if len({len(missing) for _, missing in stages.values()}) == 1:
-            continue
-        lacking = next(missing[0] for _, missing in stages.values() if missing)
-        copy = next(there[0] for there, _ in stages.values() if there)
-        raise CheckpointError(
-            f"{lacking} is a copy of another stage's {copy}, which the checkpoint has, and would "
-            "keep its own numbers; give both with rename={name: ["
-            f"{copy.removeprefix(MODEL)!r}, {lacking.removeprefix(MODEL)!r}]}}"
-        )
-
-
-def _extra(key: str, stored: Any) -> Item | Value:
-    """One of the job's own values; torch.distributed.checkpoint keeps tensors as such."""
-    first, _, rest = key.partition(".")
-    if not isinstance(stored, TensorStorageMetadata):
-        return Value((first, rest))
-    return whole((first, rest), torch.empty(stored.size, dtype=stored.properties.dtype))

@@ -30,7 +30,7 @@ from commgrid.checkpoint.agreement import (
     tells_failures,
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
-from commgrid.checkpoint.copies import compare_copies, compare_members
+from commgrid.checkpoint.copies import check_shared, compare_copies, compare_members
 from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.trust import storable, warn_if_untrusted
 from commgrid.checkpoint.values import OWN, own_path
@@ -41,6 +41,7 @@ from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.naming import shared_in
 from commgrid.resharding.optimizer_state import OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -308,11 +309,13 @@ class _Saving:
         for item in self.items:
             if isinstance(item, Value) and item.writes and item.path[0] != "optimizer":
                 warn_if_untrusted(item.key, storable(item.plain))
-        return call | {"extra": extra}
+        return call | {"extra": extra, "shared": shared_in(self.items)}
 
     def begin(self, calls: list[Call]) -> Path:
         """Make the folder to write to; on the first rank, with the calls of all."""
         compare(calls)
+        ranks = self._grid.spec.grid_ranks
+        check_shared({rank: call["shared"] for rank, call in zip(ranks, calls, strict=True)})
         with beside_a_disk(self._group, self._grid, at_whole=True):
             settle()
             return folders.begin(self._folder, self._state.step)

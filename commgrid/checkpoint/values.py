@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.errors import CheckpointError
-from commgrid.resharding.item import Path
+from commgrid.resharding.item import Item, Path, Value, whole
 from commgrid.runtime.grid import HyperCommGrid
 
 OWN = "extra_per_rank"
@@ -20,6 +21,23 @@ def own_path(grid: HyperCommGrid) -> Path:
     """Return the name of a rank's own values, with its coordinates: `dp=1 tp=0`."""
     coordinate = grid.spec.layout("dense").coordinate(grid.rank)
     return OWN, " ".join(f"{axis}={place}" for axis, place in coordinate.items())
+
+
+def extras_in(stored: Mapping[str, Any]) -> list[Item | Value]:
+    """The job's own values; torch.distributed.checkpoint keeps tensors as such.
+
+    Args:
+        stored: torch's metadata by key.
+    """
+    found: list[Item | Value] = []
+    for key, data in stored.items():
+        first, _, rest = key.partition(".")
+        if first == "extra" and isinstance(data, TensorStorageMetadata):
+            made = torch.empty(data.size, dtype=data.properties.dtype)
+            found.append(whole((first, rest), made))
+        elif first == "extra":
+            found.append(Value((first, rest)))
+    return found
 
 
 def offered(keys: Iterable[str], grid: HyperCommGrid) -> list[Path]:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -38,6 +38,7 @@ from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
 from commgrid.layout.box import Shape
 from commgrid.resharding.item import Chunk, Item, Shared, Value
+from commgrid.resharding.naming import SharedNames, shared_in, ties_of, twins
 
 Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""
@@ -50,9 +51,10 @@ class Written:
     Args:
         plan: its items.
         results: where they are.
-        repeats: of what several stages may have, by key and offset: equal ones have equal digests.
+        repeats: digests of boxes that several stages may have, by key and offset.
         paths: each key's name in the nested dict.
         others: compressed, the keys that it has and leaves to ranks with copies.
+        tied: the names of its weights of which other stages have copies.
     """
 
     plan: SavePlan
@@ -60,11 +62,12 @@ class Written:
     repeats: dict[tuple[str, Shape], str]
     paths: dict[str, tuple[str, ...]]
     others: bytes
+    tied: SharedNames
 
 
 def write(
     folder: Path,
-    items: Iterable[Item | Value],
+    items: Sequence[Item | Value],
     number: int,
     report: Report,
 ) -> Written:
@@ -100,6 +103,7 @@ def write(
         dict(chain.from_iterable(_digests(item) for item in [*mine, *left] if item.repeats)),
         {item.key: item.path for item in mine},
         zlib.compress("\n".join(item.key for item in left).encode()),
+        shared_in(items),
     )  # fmt: skip
 
 
@@ -158,10 +162,12 @@ def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = 
         results.append([result for result in written.results if result.index in places])
     metadata: Metadata = create_default_global_save_plan(plans)[1]
     _check_whole(metadata)
-    _check_all(metadata, found)
+    results.append(_complete(metadata, found, list(chain(*results))))
     if compares:
         _check_repeats(found)
-    paths = {key: path for written in found.values() for key, path in written.paths.items()}
+    paths = {key: (*key.split(".", 1),) for key in metadata.state_dict_metadata}
+    for written in found.values():
+        paths |= written.paths
     metadata = replace(metadata, planner_data=paths)
     for place in {result.storage_data.relative_path for one in results for result in one}:
         if not (folder / place).exists():
@@ -190,15 +196,34 @@ def _write_for_megatron(folder: Path) -> None:
         os.fsync(common.fileno())
 
 
-def _check_all(metadata: Metadata, found: Mapping[int, Written]) -> None:
+def _complete(
+    metadata: Metadata, found: Mapping[int, Written], results: Sequence[WriteResult]
+) -> list[WriteResult]:
+    """Give tied weights that are written once their other names; return where these are.
+
+    Raises:
+        CheckpointError: a rank left something to others, and none has written it.
+    """
+    ties = ties_of(written.tied for written in found.values())
+    more: list[WriteResult] = []
+    stored = metadata.state_dict_metadata
     for rank, written in found.items():
         for key in zlib.decompress(written.others).decode().split("\n"):
-            if key and key not in metadata.state_dict_metadata:
+            if not key or key in stored:
+                continue
+            twin = next((each for each in twins(key, ties) if each in stored), None)
+            if twin is None:
                 raise CheckpointError(
                     f"rank {rank} has a {key}, and left it to a rank with a copy of it, which has "
                     "none; copies need one name, and ranks that differ in data only the same "
                     "parameters and optimizer state"
                 )
+            stored[key] = stored[twin]
+            more += [
+                WriteResult(replace(one.index, fqn=key), 0, one.storage_data)
+                for one in results if one.index.fqn == twin
+            ]  # fmt: skip
+    return more
 
 
 def _check_repeats(found: Mapping[int, Written]) -> None:

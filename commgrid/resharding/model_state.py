@@ -99,6 +99,15 @@ class ModelState:
             reducer.wait_for_weights()
 
     @property
+    def aliases(self) -> list[set[str]]:
+        """The names of each parameter that modules share."""
+        names: dict[int, set[str]] = {}
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), set()).add(_clean(name))
+        return [each for each in names.values() if len(each) > 1]
+
+    @property
     def has_foreign(self) -> bool:
         """Whether another library's layers have cut some of its parameters."""
         return bool(self._cuts)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import SpecError
 from commgrid.layout.box import Shape
-from commgrid.resharding.item import Path
+from commgrid.resharding.item import Item, Path, Value
 from commgrid.resharding.name_tables.parts import TensorParts
 from commgrid.resharding.name_tables.table import NameTable
 
@@ -115,6 +116,62 @@ def split_name(text: str, names: Container[str]) -> tuple[str, str]:
     return text[: max(last, 0)], text[last + 1 :]
 
 
+SharedNames = dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]
+"""The weights of which other stages have copies: by ranks and full shape their names, in order."""
+
+
+def shared_in(items: Iterable[Item | Value]) -> SharedNames:
+    """The weights of which other stages have copies, which they may give other names."""
+    found: SharedNames = {}
+    for item in items:
+        if isinstance(item, Item) and item.shared is not None:
+            ranks = tuple(dist.get_process_group_ranks(item.shared))
+            found.setdefault((ranks, tuple(item.shape)), []).append(item.path[-1])
+    return found
+
+
+def ties_of(told: Iterable[SharedNames], aliases: Iterable[set[str]] = ()) -> list[set[str]]:
+    """The names of each weight that has several.
+
+    Args:
+        told: of each rank; copies that have different names come in the same order on all.
+        aliases: names of one parameter of a model.
+
+    >>> key = (0, 1), (8, 4)
+    >>> [sorted(names) for names in ties_of([{key: ["tokens"]}, {key: ["head"]}])]
+    [['head', 'tokens']]
+    """
+    lists: dict[Any, list[list[str]]] = {}
+    for one in told:
+        for key, listed in one.items():
+            lists.setdefault(key, []).append(listed)
+    ties = list(aliases)
+    for each in lists.values():
+        alike = set(each[0]).intersection(*each)
+        ties += map(set, zip(*([n for n in one if n not in alike] for one in each), strict=False))
+    found: list[set[str]] = []
+    for names in ties:
+        others = [each for each in found if each & names]
+        found = [each for each in found if not each & names] + [names.union(*others)]
+    return found
+
+
+def twins(key: str, ties: Iterable[set[str]]) -> Iterator[str]:
+    """The keys of a tied weight's entry under its other names.
+
+    >>> list(twins("optimizer.state.head.weight.step", [{"head.weight", "tokens.weight"}]))
+    ['optimizer.state.tokens.weight.step']
+    """
+    for names in ties:
+        for name in names:
+            for begin, end in _ENTRIES.items():
+                start = f"{begin}{name}{end}"
+                if key.startswith(start) if end else key == start:
+                    rest = key.removeprefix(start)
+                    yield from (f"{begin}{each}{end}{rest}" for each in sorted(names - {name}))
+
+
+_ENTRIES = {"model.": "", "optimizer.state.": ".", "optimizer.param_groups.": "."}
 MASTER = "master"
 """The key of the fp32 copy of a parameter in half precision."""
 
