@@ -149,15 +149,19 @@ class SharedBoxes:
             for _, have in shared:
                 self._sets.setdefault(have, len(self._sets))
 
-    def seem_to_differ(self, held: LocalBoxes | None) -> tuple[bool, Exception | None]:
+    def seem_to_differ(
+        self, held: LocalBoxes | None, asks: bool
+    ) -> tuple[bool, bool, Exception | None]:
         """Compare one number of all boxes that the same ranks hold. Collective over the group.
+
+        Args:
+            asks: what is agreed on beside it.
 
         Returns:
             Whether `differing` is to say more, the same on all ranks: numbers differ, as they may
-            between processors of two kinds, or a rank has an error; and this rank's error.
+            between processors of two kinds, or a rank has an error; whether one of them asks; and
+            this rank's error.
         """
-        if not self._count:
-            return False, None
         mine, failed = self._absent(len(self._sets)), None
         try:
             parts: dict[int, list[Tensor]] = {}
@@ -168,14 +172,15 @@ class SharedBoxes:
                 mine[number] = digest(torch.cat(some)).bitwise_right_shift(1)
         except Exception as error:  # which the others, who wait, are to hear
             failed = error
-        return bool(len(self._odd(mine, failed is not None))), failed
+        odd, fails, asked = self._odd(mine, failed is not None, asks)
+        return fails or bool(len(odd)), asked, failed
 
     def differing(self, held: LocalBoxes | None) -> str | None:
         """Describe a difference, with its ranks; None: there is none. Collective over the group."""
         mine = self._absent(self._count)
         for number, tensor, _ in self._own_boxes(held):
             mine[number] = digest(tensor).bitwise_right_shift(1)
-        odd = self._odd(mine)
+        odd, _, _ = self._odd(mine)
         if not len(odd):
             return None
         first = int(odd[0])
@@ -195,13 +200,20 @@ class SharedBoxes:
         """Numbers of boxes that this rank has not; those of others have a negative each."""
         return torch.full((count,), _ABSENT, device=torch_groups.devices_of(self._group)[-1])
 
-    def _odd(self, mine: Tensor, failed: bool = False) -> Tensor:
-        """Return the places of numbers that differ between ranks; of all, if one has failed."""
+    def _odd(
+        self, mine: Tensor, failed: bool = False, asks: bool = False
+    ) -> tuple[Tensor, bool, bool]:
+        """Compare numbers with other ranks'.
+
+        Returns:
+            The places of those that differ, and whether a rank has failed, or asks.
+        """
         both = torch.cat([mine, torch.where(mine == _ABSENT, mine, -mine)])
-        failures = torch.full_like(mine[:1], failed)
-        ends = all_reduce(torch.cat([both, failures]), self._group, op="max")
-        largest, smallest = ends[:-1].chunk(2)
-        return ((largest != -smallest) | (ends[-1] > 0)).nonzero().flatten()
+        flags = mine.new_tensor([failed, asks])
+        ends = all_reduce(torch.cat([both, flags]), self._group, op="max")
+        largest, smallest = ends[:-2].chunk(2)
+        fails, asked = ends[-2:].tolist()
+        return (largest != -smallest).nonzero().flatten(), bool(fails), bool(asked)
 
     def _own_boxes(self, held: LocalBoxes | None) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
         """This rank's boxes, each with its number and the places that have it."""

@@ -208,9 +208,10 @@ class SourceSide(OneSide):
         if self._optimizer_state is not None:
             self._optimizer_state.check_values()
 
-    def copies_seem_to_differ(self) -> tuple[bool, Exception | None]:
+    def copies_seem_to_differ(self, asks: bool) -> tuple[bool, bool, Exception | None]:
         """As `SharedBoxes.seem_to_differ`; collective over both sides."""
-        return (False, None) if self._boxes is None else self._boxes.seem_to_differ(self.held)
+        assert self._boxes is not None  # copies are compared
+        return self._boxes.seem_to_differ(self.held, asks)
 
     def compare_copies(self) -> None:
         """Refuses to send one of several copies that differ.

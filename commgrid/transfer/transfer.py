@@ -9,7 +9,10 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
+import torch
+
 from commgrid.collectives.objects import Answer, Value, at_first
+from commgrid.collectives.plain import all_reduce
 from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.grid_pairs.pair_group import PairGroup
@@ -39,6 +42,7 @@ from commgrid.transfer.models import (
 from commgrid.transfer.sent_boxes import SentLayouts, check_groups
 from commgrid.transfer.shared_boxes import check_replicas, lost_between
 from commgrid.transfer.sides import SourceSide, TargetSide, Told, gathered, refuse_shared_memory
+from commgrid.transfer.verification import Verification
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
@@ -237,14 +241,19 @@ class Transfer:
         """The error that ended a run in the middle, so that the target cannot be used; "": none."""
         return self._broken
 
-    def run(self) -> None:
+    def run(self, verify: bool = False) -> None:
         """Moves the source's numbers into the target's tensors; on all ranks of both grids.
 
         Nothing moves before all ranks have come and checked that their tensors fit the plan.
 
+        Args:
+            verify: whether to compare the target with what the source has sent, bit by bit, in the
+                target's dtypes. It is done on all ranks if one of them asks for it.
+
         Raises:
             TransferError: on all ranks: a model has changed since it was planned, copies of a
                 tensor differ, or a run before this one was ended by an error. Nothing was moved.
+                Or `verify` has found a difference, and the target is not to be used.
             PeerTimeoutError: a rank did not come; names it. Nothing was moved. Where a grid is
                 watched that ends this transfer.
             PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
@@ -253,9 +262,9 @@ class Transfer:
                 torch.distributed has ended.
         """
         with self._numbered():
-            self._run()
+            self._run(verify)
 
-    def _run(self) -> None:
+    def _run(self, verify: bool) -> None:
         self._runs += 1
         start = f"run {self._runs}"
         try:
@@ -274,12 +283,16 @@ class Transfer:
         done = f"{start} is done"
         consequence = _NOTHING
         try:
-            self._compare_copies()
+            verify = self._compare_copies(verify)
             self._bring_together()
             self._check_numbers()
             values = self._exchange_values()
             consequence = _UNUSABLE
-            self._carry()
+            held = self._source.sending or self._nothing, self._target.held or self._nothing
+            self._carry(*held)
+            if verify:
+                ranks = self._barriers.rank, self._group, self._device
+                Verification(self.plan, self._target_side, *ranks).check(*held)
             self._barriers.come(done, self._timeout, "did not finish a transfer")
             self._target.finish(values)
         except BaseException as error:
@@ -300,12 +313,11 @@ class Transfer:
             carrier.carry()
             carrier.meet()
 
-    def _carry(self) -> None:
-        held = self._source.sending or self._nothing, self._target.held or self._nothing
+    def _carry(self, source: LocalBoxes, target: LocalBoxes) -> None:
         if self._messages is None:  # the same in every run
             self._messages = self.plan.messages(self._barriers.rank, most_of(self._max_bytes))
-        if self._carrier is None or not self._carrier.holds(*held):
-            self._carrier = self._carrier_of(self.plan, self._messages, *held)
+        if self._carrier is None or not self._carrier.holds(source, target):
+            self._carrier = self._carrier_of(self.plan, self._messages, source, target)
         self._carrier.carry()
         self._carrier.meet()
 
@@ -338,15 +350,23 @@ class Transfer:
                     )
         refuse_shared_memory(self._source.held, self._target.held)
 
-    def _compare_copies(self) -> None:
-        """Refuses to send one of several copies that differ; what all agree on is one number."""
+    def _compare_copies(self, verify: bool) -> bool:
+        """Refuses to send one of several copies that differ; what all agree on is one number.
+
+        Args:
+            verify: whether this rank asks to verify the run.
+
+        Returns:
+            Whether one of the ranks does.
+        """
         if not self._compares:
             if self._has_members:
                 self._agree(self._source.compare_members, lambda _: None)
-            return
-        differ, failed = self._source.copies_seem_to_differ()
+            asked = torch.tensor([verify], dtype=torch.int32, device=self._device)
+            return bool(all_reduce(asked, self._group, op="max"))
+        differ, verify, failed = self._source.copies_seem_to_differ(verify)
         if not differ:
-            return
+            return verify
 
         def tell() -> None:
             if failed is not None:
@@ -354,6 +374,7 @@ class Transfer:
 
         self._agree(tell, lambda _: None)
         self._agree(self._source.compare_copies, lambda _: None)
+        return verify
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the target's dtypes do not hold."""
