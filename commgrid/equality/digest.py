@@ -37,7 +37,7 @@ def digest(tensor: Tensor) -> Tensor:
         >>> bool(digest(one) == digest(one.clone())), bool(digest(one) == digest(other))
         (True, False)
     """
-    bits = _bits(tensor)
+    bits = bits_of(tensor)
     whole = len(bits) - len(bits) % (8 // bits.element_size())
     words = bits[:whole] if whole < len(bits) else bits
     if words.storage_offset() * words.element_size() % 8:
@@ -64,7 +64,7 @@ def condensed(tensor: Tensor) -> Tensor:
     """
     if not _has_quick_products(tensor.device):
         return digest(tensor).view(1).view(torch.int8)
-    octets, columns = _bits(tensor).view(torch.int8), _columns()
+    octets, columns = bits_of(tensor).view(torch.int8), _columns()
     parts = []
     for count in _ROWS:
         size = count * _ROW
@@ -99,7 +99,7 @@ def _columns() -> tuple[Tensor, Tensor]:
     return one.unsqueeze(1), other.unsqueeze(1)
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits_of(tensor: Tensor) -> Tensor:
     """Return a tensor's elements, or parts of complex ones, as integers of their size; flat."""
     flat = tensor.detach().resolve_conj().resolve_neg()
     flat = (torch.view_as_real(flat) if flat.is_complex() else flat).contiguous().view(-1)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from commgrid.equality.digest import digest
+from commgrid.equality.digest import bits_of, digest
 
 _MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
+_FEW = 8  # elements, such as an optimizer's step, which take less time than their digest
 
 
 def number_of(value: Any) -> Tensor:
@@ -64,7 +65,9 @@ def _words(value: Any) -> Iterable[str]:
         case io.BytesIO():
             yield repr(value.getvalue())
         case Tensor():
-            yield f"{value.dtype} {tuple(value.shape)} {int(digest(_local(value)))}"
+            held = _local(value)
+            bits = bits_of(held).tolist() if held.numel() <= _FEW else int(digest(held))
+            yield f"{value.dtype} {tuple(value.shape)} {bits}"
         case list() | tuple() | deque():
             yield "["
             for each in value:
