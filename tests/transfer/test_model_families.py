@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 import commgrid
+from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer, mapping
 
 TINY = {
@@ -33,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1, **EXPERTS,
     }),
 }  # fmt: skip
+TOKENS = torch.arange(12).view(2, 6) % 22
 PADDED = 24  # rows of the engine's and Megatron's embedding
 
 
@@ -48,13 +50,13 @@ def transformers_model(family: str, seed: int) -> Any:
             parameter.normal_(std=0.3)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.1)
+                buffer.normal_(std=0.1).copy_(buffer.float())  # of which Megatron makes fp32
     return model
 
 
 def logits(model: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = model(torch.arange(12).view(2, 6) % 22).logits
+        found: Tensor = model(TOKENS).logits
     return found
 
 
@@ -115,3 +117,43 @@ def test_weights_go_into_an_engine_that_fuses_them_and_back(family: str, grid: A
     back = tables(family, model, source="vllm", target="hf")
     Transfer(served, other, rename=back, name="back").run()
     assert torch.equal(logits(other), logits(model))
+
+
+def moved(name: str) -> bool:
+    """Whether Megatron has it too: a bias of queries, keys and values goes without an output's."""
+    return not name.endswith(("o_proj.bias", "linear_proj.bias"))
+
+
+def through_megatron(family: str, tp: int) -> dict[str, bool]:
+    """There from Transformers' model, the same logits, and back into another one."""
+    from tests.transfer.megatron_families import megatron_logits, megatron_model
+
+    model, other = transformers_model(family, 1), transformers_model(family, 2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not moved(name):
+                parameter.zero_()
+    megatron, grid = megatron_model(model.config, tp)
+    names = tables(family, model, source="hf", target="megatron")
+    Transfer(model, megatron, target_grid=grid, rename=names, only=moved).run()
+    found = megatron_logits(megatron, TOKENS)
+    there = torch.allclose(found, logits(model), rtol=0, atol=1e-6)  # its rotary table is fp32
+    names = tables(family, model, source="megatron", target="hf")
+    Transfer(megatron, other, source_grid=grid, rename=names, only=moved, name="back").run()
+    own = model.state_dict()
+    back = all(torch.equal(own[n], t) for n, t in other.state_dict().items() if moved(n))
+    commgrid.shutdown()
+    return {"there": there, "back": back}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [(family, 1) for family in FAMILIES] + [("llama", 2), ("tied llama", 2), ("qwen3", 2)],
+)
+def test_megatron_computes_with_them_what_transformers_does(family: str, tp: int) -> None:
+    pytest.importorskip("megatron.core")
+    ranks = run_on_ranks(
+        through_megatron, tp, family, tp, backend=None, launcher="torchrun", check=False
+    )  # Megatron sets variables of the environment
+    assert ranks == [{"there": True, "back": True}] * tp
