@@ -238,7 +238,7 @@ def kept(draw: Draw, key: Any, name: str, tensor: Tensor) -> Any:
         "text": lambda: name,
         "one": lambda: torch.tensor(int(number)),
         "list": lambda: [torch.full((5,), int(number)), (name, 2)],
-        "nested": lambda: {"of": {"a": [number, None]}, 3: torch.tensor([True, False])},
+        "nested": lambda: {"of": {"a": [number, None]}, 3: torch.ones(5).bool()},
         "none": lambda: None,
     }
     if isinstance(entry, str):
