@@ -13,11 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.utils import prune
 
 import commgrid
@@ -133,6 +129,7 @@ def lists_grow(folder: str, way: str) -> Any:
     return found
 
 
+@pytest.mark.full("memory")
 @pytest.mark.parametrize("way", ["background", "memory"])
 def test_lists_that_grow_after_the_call(way: str, tmp_path: Path) -> None:
     right = [[1], [1, [2]], [1], [1], [1.0] * 3, "[{'read': [1]}]", True]
