@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from commgrid.health.late_call import LateCall, Watched
 from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import addresses
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked
 from commgrid.store.driver import StoreDriver
@@ -76,7 +78,7 @@ class Watch:
         self._rank, self._timeout = rank, timeout
         self._communicators, self._wake = communicators, wake
         self._first = threading.Lock()
-        self._ended = False
+        self._ended = self._is_published = False
         self.failure: str | None = None
         self.late = False
         """Whether the lost rank may live: it does not answer."""
@@ -94,6 +96,7 @@ class Watch:
 
     def tell_address(self) -> None:
         """Publish where the others find this rank; one store call."""
+        self._is_published = True
         self._driver.run(addresses.publish(self._at, self._rank, self._links.address))
 
     def connect(self, secret: str) -> None:
@@ -114,7 +117,13 @@ class Watch:
         if communicators is not None:
             self._communicators = communicators
         self._links.silent_after = min(self._timeout, timeouts().silent)
-        self._driver.run(addresses.withdraw(self._at, self._rank))
+        self._withdraw()
+
+    def _withdraw(self) -> None:
+        """Take this rank's address from the store."""
+        if self._is_published:
+            self._is_published = False
+            self._driver.run(addresses.withdraw(self._at, self._rank))
 
     def follow(self, other: Watch, of: str = "") -> None:
         """Fails whenever another does, as what is between two grids fails with each of them.
@@ -165,6 +174,8 @@ class Watch:
         if self._waking is not None:
             self._waking.is_over(timeouts().abort + timeouts().answer)
         self._links.close()
+        with suppress(StoreLostError):  # collectives never began
+            self._withdraw()
         # It may be kept, for `ended`; it must not keep communicators with their connections.
         self._communicators, self._wake = (), lambda text, late: None
         self._late_call = LateCall(self._rank, self._timeout, self._links.tell)
