@@ -242,10 +242,10 @@ class _State:
         step = count_of("step", self.step, 0)
         return {"step": step, "optimizer": kind_of(self.model, self.optimizer)}
 
-    def check_values(self) -> None:
-        """Refuse optimizer state that parts of a parameter should have alike; collective."""
+    def check_values(self, copies: bool = True) -> None:
+        """As `OptimizerState.check_values`; collective."""
         if self._of_optimizer is not None:
-            self._of_optimizer.check_values()
+            self._of_optimizer.check_values(copies)
 
     def compare_members(self, items: Sequence[Item | Value]) -> None:
         """Refuse members of an ensemble, of which one would be saved for all; collective."""
@@ -324,8 +324,8 @@ class _Saving:
         """Refuse copies that differ, and state that differs between parts of a parameter."""
         if self._compares:
             compare_copies(self.items, self._grid)
-            self._state.check_values()
-        else:
+        self._state.check_values(self._compares)
+        if not self._compares:
             self._state.compare_members(self.items)
 
     def write(self, report: Report) -> Any:

@@ -20,6 +20,7 @@ from commgrid.data_parallel.gathers import WeightGathers
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.equality.comparison import on_all
 from commgrid.errors import CommGridError, ShapeError, SpecError
+from commgrid.parameters.placement import Placement
 
 ELEMENT_WISE = (
     "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop",
@@ -178,9 +179,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         it, and the name of the group over which the parameter is sharded (None: it is not)."""
         self._take_changed()
         return [
-            (part.piece, part.master, self._reducer.groups.cut_over(part.piece.slot.placement))
+            (part.piece, part.master, self.cut_over(part.piece.slot.placement))
             for part in self._parts
         ]
+
+    def cut_over(self, placement: Placement) -> str | None:
+        """The name of the group over which a parameter is sharded; None: it is not."""
+        return self._reducer.groups.cut_over(placement)
 
     @torch.no_grad()
     def reload(self) -> None:

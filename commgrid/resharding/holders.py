@@ -39,6 +39,11 @@ class SavedParameter(HeldBoxes):
     parts: tuple[str, ...]
     is_owner: bool = True
 
+    @property
+    def slices(self) -> tuple[str, ...]:
+        """The axes along which ranks have other slices of it."""
+        return tuple(axis for axis in self.parts if axis not in self.copies)
+
 
 @dataclass(frozen=True)
 class UpdatedPart:

@@ -123,18 +123,30 @@ class OptimizerState:
             return Value(path, held, mine and first, copies=copies)
         if part.is_like(held):
             return Item(path, part.box.shape, part.chunks(held), held.dtype, mine, copies=copies)
-        if held.dim() == 0:
+        if held.dim() == 0 or self._is_whole(part):
             return whole(path, local_part(held), writes=mine and first, copies=copies)
         raise SpecError(
             f"{part.box.name}: the optimizer's {text!r} of shape {tuple(held.shape)} belongs to "
             f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "
-            "element-wise optimizers have"
+            "element-wise optimizers have, or a parameter of which every rank has all"
         )
 
-    def check_values(self) -> None:
+    def _is_whole(self, part: UpdatedPart) -> bool:
+        """Whether a parameter is not cut, so that state of any shape is of all of it.
+
+        LBFGS has its state of all parameters with the first.
+        """
+        cut = any(self.grid.size(axis) > 1 for axis in part.box.slices)
+        of_all = tuple(local_part(part.tensor).shape) == part.box.shape and part.stop is None
+        return of_all and not cut and "lbfgs" not in type(self.inner).__name__.lower()
+
+    def check_values(self, copies: bool = True) -> None:
         """Refuse state of one parameter that is one for all of its parts, and differs.
 
         Collective over the ranks that have parts of the same parameters.
+
+        Args:
+            copies: False: ranks with copies of a parameter are not compared, but those with slices.
 
         Raises:
             GridMismatchError: names the parameter and two ranks.
@@ -144,16 +156,27 @@ class OptimizerState:
             said[part.box.name] = {
                 text_of(part.box.name, key): held
                 for key, held in self._state_of(part).items()
-                if not (isinstance(held, Tensor) and part.is_like(held))
+                if not (isinstance(held, Tensor) and (held.dim() or part.is_like(held)))
             }
         facts = []
-        for axes, names in _by_axes(chain(*self.groups)).items():
+        by_axes = _by_axes(chain(*self.groups)) if copies else self._by_slices()
+        for axes, names in by_axes.items():
             numbers = [exact_number_of(said[n]) if n in said else math.nan for n in names]
             for group in groups_along(axes, self.grid):
                 facts.append(Fact(group, numbers, _differing(names, said)))
         wrong, _ = compare(facts, ())
         if wrong is not None:
             raise wrong
+
+    def _by_slices(self) -> dict[tuple[str, ...], list[str]]:
+        """The parameters' names by the axes along which ranks update other parts of them."""
+        found: dict[tuple[str, ...], list[str]] = {}
+        for box in chain(*self.groups):
+            if isinstance(self.optimizer, ShardedOptimizer):
+                placement = self._model.placements[box.name]
+                box = self._model.box_of(placement, self.optimizer.cut_over(placement))
+            found.setdefault(box.slices, []).append(box.name)
+        return found
 
     # -- reading ------------------------------------------------------------------------
 
@@ -241,12 +264,12 @@ class OptimizerState:
         dtype = stored.properties.dtype
         if tuple(stored.size) == part.box.shape:
             return self._made(part, part.path(text), dtype, turns)
-        if len(stored.size) == 0:
-            made = torch.zeros((), dtype=dtype)
+        if len(stored.size) == 0 or self._is_whole(part):
+            made = torch.zeros(stored.size, dtype=dtype)
             return whole(part.path(text), made), made
         raise CheckpointError(
             f"its {key_of(part.path(text))} has shape {tuple(stored.size)}, but the parameter has "
-            f"{part.box.shape}"
+            f"{part.box.shape}, and ranks have slices of it"
         )
 
     @staticmethod

@@ -191,8 +191,9 @@ def kept_by(way: str, folder: str, made: Entry, kind: str) -> str:
             pair = optimizer, fresh
             Transfer(model, other, **sides, optimizer=pair, copies="any", timeout=30).run()
         else:
-            in_background = way == "background"
-            checkpoint.save(folder, 1, model, optimizer, background=in_background, progress=False)
+            how: dict[str, Any] = {"background": way == "background"}
+            how |= {"copies": "first"} if way == "first" else {}
+            checkpoint.save(folder, 1, model, optimizer, **how, progress=False)
             checkpoint.wait()
     except commgrid.CommGridError as error:
         told = str(error)
@@ -206,6 +207,7 @@ def kept_by(way: str, folder: str, made: Entry, kind: str) -> str:
         *[(what, "save", "tp") for what in SLICES],
         *[("in a dict", way, "tp") for way in ("background", "keep", "transfer")],
         ("list of slices", "keep", "tp"),
+        *[("in a dict", "first", kind) for kind in ("tp", "fsdp", "sharded")],
         *[(what, "save", kind) for kind in ("fsdp", "sharded") for what in SLICES],
     ],
 )
@@ -225,10 +227,27 @@ def test_slices_whose_optimizer_keeps_other_values_are_refused(
 @pytest.mark.parametrize("kind", ["tp", "fsdp", "sharded"])
 @pytest.mark.parametrize("what", ALIKE)
 def test_values_that_all_slices_have_alike_are_kept(what: str, kind: str, tmp_path: Path) -> None:
-    ways = ("save", "keep", "transfer") if kind == "tp" else ("save", "keep")
+    ways = ("save", "first", "keep", "transfer") if kind == "tp" else ("save", "keep")
     for way in ways:
         folder = str(tmp_path / way)
         assert run_on_ranks(kept_by_named, 2, way, folder, ("alike", what), kind) == ["", ""]
+
+
+def first_of(folder: str) -> list[Any]:
+    """What is loaded after each of two copies of a parameter has kept a number of its own."""
+    commgrid.initialize()
+    model = nn.Linear(2, 2)
+    nn.init.ones_(model.weight), nn.init.zeros_(model.bias)
+    optimizer = Kept(model.parameters(), {"own": lambda p: {"scale": own_number(p)}})
+    optimizer.step()
+    checkpoint.save(folder, 1, model, optimizer, copies="first", progress=False)
+    checkpoint.load(folder, model, optimizer, progress=False)
+    commgrid.shutdown()
+    return [state["'own'"] for state in state_of(optimizer)]
+
+
+def test_of_copies_the_firsts_value_is_saved_if_asked_for(tmp_path: Path) -> None:
+    assert run_on_ranks(first_of, 2, str(tmp_path)) == [[{"scale": 0}] * 2] * 2
 
 
 def kept_by_named(way: str, folder: str, place: tuple[str, str], kind: str) -> str:
