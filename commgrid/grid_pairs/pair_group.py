@@ -54,6 +54,7 @@ class PairGroup:
     ) -> None:
         self.about, self.ranks, self.key = about, tuple(ranks), pair.key
         self._timeout, self._told, self._numbering = timeout, told, pair.numbering
+        self._hears_silence = pair.hears_silence
         self._watch: Watch | None = None
         with torch_nccl.errors_are_ours() if pair.watched else nullcontext():
             self.group = torch_groups.create_group(
@@ -79,7 +80,10 @@ class PairGroup:
     def _make_watch(self, grids: Iterable[HyperCommGrid]) -> Watch:
         """Make the watch, and publish its address."""
         watched = WatchedGroup(self.about, self.ranks, self.group)
-        watch = prepare(self.key, self.ranks, self._timeout, self._wake, [watched], self._numbering)
+        watch = prepare(
+            self.key, self.ranks, self._timeout, self._wake, [watched], self._numbering,
+            self._hears_silence,
+        )  # fmt: skip
         watch.tell_address()
         for grid in grids:
             if grid.watch is not None:

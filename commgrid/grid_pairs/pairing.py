@@ -186,6 +186,7 @@ class Pairing:
         backend: of their communicator; "": WORLD's.
         legend: for messages, whose joint numbers are which ranks; "" within one world.
         watched: whether their communicator is to be watched, as it is if one of the grids is.
+        hears_silence: whether a rank that is stopped ends it, too: if one of the grids is watched.
         key: at the store, for this bridge or transfer alone.
         leftovers: keys there that no rank needs once it has ended.
 
@@ -232,7 +233,7 @@ class Pairing:
             )
             source, target = (self.cards[side] for side in SIDES)
             self._take_numbers(source, target)
-            self.watched = source.watched or target.watched or (watch and can_watch(self.backend))
+            self.watched = self.hears_silence or (watch and can_watch(self.backend))
             self._rendezvous = Rendezvous(
                 self.numbering.store,
                 name=f"{what}/{name}",
@@ -277,6 +278,7 @@ class Pairing:
 
     def _take_numbers(self, source: Card, target: Card) -> None:
         """Number the ranks of both grids, and choose how they talk."""
+        self.hears_silence = source.watched or target.watched
         ranks, others = source.spec.grid_ranks, target.spec.grid_ranks
         if self._elsewhere is None:
             self.ranks = tuple(sorted({*ranks, *others}))

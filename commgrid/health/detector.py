@@ -41,6 +41,7 @@ from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat import world as torch_world
 
 _LONGEST = 8000
+_NEVER = 1e9
 _log = logging.getLogger("commgrid")
 
 
@@ -60,6 +61,7 @@ class Watch:
         communicators: those whose backends are asked whether they have failed.
         wake: ends waits on the grid's communicators; is given the failure, and whether it is a rank
             that may live.
+        hears_silence: whether a rank that is stopped is a failure, too, and not only one that ends.
     """
 
     def __init__(
@@ -73,9 +75,10 @@ class Watch:
         address: str,
         communicators: Sequence[Watched] = (),
         wake: Callable[[str, bool], object],
+        hears_silence: bool = True,
     ) -> None:
         self._driver, self._at = StoreDriver(store, len(ranks)), f"{key}/watch"
-        self._rank, self._timeout = rank, timeout
+        self._rank, self._timeout, self._hears_silence = rank, timeout, hears_silence
         self._communicators, self._wake = communicators, wake
         self._first = threading.Lock()
         self._ended = self._is_published = False
@@ -89,7 +92,7 @@ class Watch:
         self._followers: list[tuple[Watch, str]] = []
         self._followed: list[Watch] = []
         self._links = ControlChannel(
-            rank, ranks, address, timeouts().silent,
+            rank, ranks, address, timeouts().silent if hears_silence else _NEVER,
             hear=self._heard, lost=self._lost, look=self._look,
         )  # fmt: skip
         self._late_call = LateCall(rank, timeout, self._links.tell)
@@ -116,7 +119,8 @@ class Watch:
         """
         if communicators is not None:
             self._communicators = communicators
-        self._links.silent_after = min(self._timeout, timeouts().silent)
+        if self._hears_silence:
+            self._links.silent_after = min(self._timeout, timeouts().silent)
         self._withdraw()
 
     def _withdraw(self) -> None:
@@ -276,6 +280,7 @@ def prepare(
     wake: Callable[[str, bool], object],
     communicators: Sequence[Watched] = (),
     numbering: torch_world.Numbering | None = None,
+    hears_silence: bool = True,
 ) -> Watch:
     """Make the `Watch` of this rank over others.
 
@@ -291,6 +296,7 @@ def prepare(
         address=torch_world.own_address(numbering.store),
         communicators=communicators,
         wake=wake,
+        hears_silence=hears_silence,
     )
 
 

@@ -247,8 +247,8 @@ class Transfer:
         Nothing moves before all ranks have come and checked that their tensors fit the plan.
 
         Args:
-            verify: whether to compare the target with what the source has sent, bit by bit, in the
-                target's dtypes. It is done on all ranks if one of them asks for it.
+            verify: whether to compare digests of the target's tensors with those of the source's
+                numbers, converted to the target's dtypes; on all ranks if one of them asks for it.
 
         Raises:
             TransferError: on all ranks: a model has changed since it was planned, copies of a

@@ -1,4 +1,4 @@
-"""Verification of a run: what the target has got, against what the source has sent, by digests."""
+"""Verification of a run: digests of the target's tensors against those of the source's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WORDS = 1 << 64
 
 
 class Verification:
-    """Sums of digests, in which what was sent and what has arrived cancel.
+    """Sums of digests, in which equal boxes of the source and the target cancel.
 
     A sender adds the digest of each box, in the dtype that it travels in and then in the target's;
     its receiver subtracts that of its own tensor. Each is times an odd number of its box and
@@ -72,7 +72,7 @@ class Verification:
         more = f", and so do {len(differing) - 1} more tensors" if len(differing) > 1 else ""
         raise TransferError(
             f"{first} on {describe_ranks(ranks[place] for place in odd)} of the target differs "
-            f"from what the source has sent{more}; see whether another thread or stream writes to "
+            f"from the source{more}; see whether another thread or stream writes to "
             "a model during run(), then look for a faulty device or link"
         )
 

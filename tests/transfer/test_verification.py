@@ -1,4 +1,4 @@
-"""`run(verify=True)` finds any difference of a target from what was sent, and no other."""
+"""`run(verify=True)` finds every difference of a target, and no other."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DAMAGES: dict[str, Callable[[Tensor], None]] = {"flip": flip, "swap": swap, "sta
 
 
 def damaging(damage: Callable[[Tensor], None], weight: Tensor) -> Any:
-    """The target's weight is damaged as soon as it is there."""
+    """The target's weight is damaged once it has arrived."""
     carry = Carrier.carry
 
     def carried(carrier: Carrier) -> None:
@@ -82,7 +82,7 @@ def on_ranks(damage: str) -> list[str]:
     ["flip", *(pytest.param(each, marks=pytest.mark.full) for each in ("swap", "stay", ""))],
 )
 def test_a_damaged_tensor_is_named_on_all_ranks(damage: str) -> None:
-    named = "TransferError: weight on rank 2 of the target differs from what the source has sent"
+    named = "TransferError: weight on rank 2 of the target differs from the source"
     # A run that has failed leaves addresses, for which another rank's gloo may wait.
     for told, broken in run_on_ranks(on_ranks, 3, damage, leftovers=["groups", "keys"]):
         if damage:
