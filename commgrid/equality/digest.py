@@ -62,10 +62,12 @@ def condensed(tensor: Tensor) -> Tensor:
     Returns:
         An int8 tensor of one dim on the tensor's device; on another kind of processor, another one.
     """
+    octets = bits_of(tensor).view(torch.int8)
+    if len(octets) < _ROWS[-1] * _ROW:
+        return octets
     if not _has_quick_products(tensor.device):
         return digest(tensor).view(1).view(torch.int8)
-    octets, columns = bits_of(tensor).view(torch.int8), _columns()
-    parts = []
+    parts, columns = [], _columns()
     for count in _ROWS:
         size = count * _ROW
         while len(octets) >= size:
