@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class Lost:
         return Lost(self.dtype, overflowed, vanished, self.total)
 
 
+@cache
 def narrows(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether a dtype has a smaller range than another; False where one is of whole numbers."""
     both = [dtype.to_real() if dtype.is_complex else dtype for dtype in (source, target)]
