@@ -25,7 +25,7 @@ from commgrid.errors import CheckpointError
 from commgrid.layout.box import Shape
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.name_tables.parts import TensorParts
-from commgrid.resharding.naming import Naming, split_name, twins
+from commgrid.resharding.naming import MASTER, Naming, split_name, twins
 
 MODEL = "model."
 _STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
@@ -80,7 +80,7 @@ class Renamed:
         if with_optimizer:
             members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
         for key in source.keys:
-            if key.startswith("optimizer.") and not with_optimizer:
+            if key.startswith("optimizer.") and not (with_optimizer or self._is_copy(key)):
                 self._name(key, key)
             else:
                 self._add(naming, key, is_nested=bool(members))
@@ -99,6 +99,11 @@ class Renamed:
             return stored
         cut, part = self._parts[name]
         return TensorStorageMetadata(stored.properties, torch.Size(cut.shapes[part]), [])
+
+    def _is_copy(self, key: str) -> bool:
+        """Whether it is the fp32 copy of a parameter, which is read without an optimizer too."""
+        name, last = split_name(key.removeprefix(_STATE), self._known)
+        return last == MASTER and name in self._known
 
     def _add(self, naming: Naming, key: str, is_nested: bool) -> None:
         for begin in (_STATE, _OPTIONS):
