@@ -113,12 +113,17 @@ class Barriers:
             yield WaitKey(key, (yield Now()) + timeouts().answer)
         return missing
 
-    def close(self, *more: str) -> Protocol[None]:
+    def close(self, before: str, why: str, *more: str) -> Protocol[None]:
         """Leave; the last rank to leave deletes all keys.
 
         Args:
+            before: the barrier that this rank would pass next, which does not open any more.
+            why: what a rank is told that waits there.
             *more: other keys, which no rank needs after that.
         """
+        if self.lost is None:
+            self._used.add(before)
+            yield from conclude(self._place(before), {"kind": "gone", "message": why, "lost": True})
         at = f"{self._key}/left"
         if (yield from arrive(at, self._me, self.ranks)) is Arrival.LAST:
             yield from self._forget()

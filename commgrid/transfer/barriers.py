@@ -26,7 +26,12 @@ class TransferBarriers:
         numbering: of the ranks.
         ranks: of the transfer.
         leftovers: keys that the last rank to leave deletes, too.
+
+    Attributes:
+        next: name of the first barrier of the next run.
     """
+
+    next = "run 1"
 
     def __init__(
         self, key: str, numbering: Numbering, ranks: Sequence[int], leftovers: Sequence[str] = ()
@@ -82,7 +87,8 @@ class TransferBarriers:
     def close(self) -> None:
         """Leave; the last rank deletes what is left at the store."""
         with suppress(StoreLostError):
-            self._driver.run(self._barriers.close(*self._leftovers))
+            why = f"rank {self.rank} has closed the transfer, or its program has ended"
+            self._driver.run(self._barriers.close(self.next, why, *self._leftovers))
         self._driver.close()
 
 

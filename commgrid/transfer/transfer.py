@@ -266,7 +266,7 @@ class Transfer:
 
     def _run(self, verify: bool) -> None:
         self._runs += 1
-        start = f"run {self._runs}"
+        start, self._barriers.next = f"run {self._runs}", f"run {self._runs + 1}"
         try:
             self._prepare()
         except BaseException as error:

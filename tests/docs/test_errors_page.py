@@ -101,6 +101,7 @@ BY_NO_CALL = [
     "a rank is gone or does not answer: …",
     "deadlock: …",
     "rank … ended without an error, and without this call: …",
+    "rank … has closed the transfer, or its program has ended",
     "rank … ended with …: …",
     "grid …: rank … failed: …",
     "rebuild of grid …: … (… came); leave ranks= out to go on with whoever does",

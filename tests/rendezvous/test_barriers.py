@@ -26,9 +26,9 @@ def passing(rank: int, world: int, fails: int | None = None) -> Protocol[str]:
             yield from made.fail(name, "failed", f"rank {rank} failed")
         decision = yield from made.come(name, (yield Now()) + LIMIT, "did not come")
         if not is_good(decision):
-            yield from made.close()
+            yield from made.close("run 2", "")
             raise Ended(decision["message"])
-    yield from made.close()
+    yield from made.close("run 2", "")
     return "passed"
 
 
@@ -86,6 +86,30 @@ def test_a_lost_rank_ends_the_barrier_and_all_later_ones() -> None:
     found.run()
     assert [process.result for process in found.processes] == [[False] * 3] * 2
     assert found.now < 1.0
+
+
+def test_a_rank_that_leaves_early_ends_what_it_would_pass_next() -> None:
+    def leaving(rank: int) -> Protocol[list[str]]:
+        made, told = Barriers("t", rank, range(3)), []
+        for name in NAMES:
+            if rank == 1 and name == "run 1":
+                break
+            decision = yield from made.come(name, (yield Now()) + LIMIT, "did not come")
+            told.append(decision.get("message", ""))
+            if told[-1]:
+                break
+        yield from made.close("run 1" if rank == 1 else "run 2", f"rank {rank} has left")
+        return told
+
+    for seed in range(50):
+        found = Simulation(seed)
+        for rank in range(3):
+            found.start(rank, lambda now, r=rank: leaving(r))
+        found.run()
+        others = [["", "rank 1 has left"]] * 2
+        assert [found.processes[rank].result for rank in (0, 2)] == others
+        assert found.now < LIMIT
+        assert found.store.values == {}
 
 
 @pytest.mark.parametrize("cause_is_told", [False, True])
