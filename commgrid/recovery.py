@@ -61,6 +61,7 @@ from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
 from commgrid.rendezvous.timeouts import Seconds
 from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.rebuild import States
@@ -158,7 +159,7 @@ def rebuild(
 def recover(
     folder: str | Path | None,
     model: Model,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     progress: Progress = True,
     trusted: bool = False,

@@ -12,7 +12,7 @@ A checkpoint is a folder of torch.distributed.checkpoint's, which its own tools 
 | `optimizer.param_groups.<parameter>.<key>` | the options of its group, as torch flattens them |
 | `extra.<key>` | what the job adds |
 | `extra_per_rank.<place>` | what each rank adds; its place is as in `dp=1 tp=0` |
-| `step`, `optimizer_class` | its step; the optimizer's class, which `load` compares |
+| `step`, `optimizer_class` | its step; the optimizer's class, of several for each parameter |
 
 A parameter that modules share has the first of its names. It can be opened without commgrid:
 `torch.distributed.checkpoint.load` into the unsharded model, or into one sharded otherwise, and

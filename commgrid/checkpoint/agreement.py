@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, ParamSpec, TextIO, TypeVar, cast
 
-import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
@@ -26,6 +25,7 @@ from commgrid.errors import (
 )
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.resharding.model_state import chunks_of
+from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import named_failures
 from commgrid.runtime.registry import get_grid
@@ -101,12 +101,13 @@ def reporter(
     return line, line or (lambda done, total: None)
 
 
-def kind_of(model: Model, optimizer: torch.optim.Optimizer | None) -> str | None:
-    """The optimizer's class; "any" of a stage that has nothing to train, and so none."""
+def kind_of(model: Model, optimizer: Optimizers | None) -> str | None:
+    """The optimizer's class, which of several may differ between stages; "any" of a stage that has
+    nothing to train, and so none."""
     trains = any(p.requires_grad for chunk in chunks_of(model) for p in chunk.parameters())
     if optimizer is None:
         return None if trains else "any"
-    return type(optimizer).__name__
+    return "a list" if isinstance(optimizer, Sequence) else type(optimizer).__name__
 
 
 def count_of(key: str, given: Any, least: int) -> int:

@@ -51,7 +51,7 @@ from commgrid.resharding.naming import (
     ties_of,
     twins,
 )
-from commgrid.resharding.optimizer_state import OptimizerState
+from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
@@ -96,7 +96,7 @@ def steps(folder: str | Path) -> list[int]:
 def load(
     folder: str | Path,
     model: Model,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     step: int | None = None,
     prefix: str = MODEL,
@@ -244,7 +244,7 @@ class Loading:
         grid: HyperCommGrid,
         source: Callable[[], Source],
         model: Model,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizers | None,
         strict: bool = True,
         naming: Naming | None = None,
     ) -> None:

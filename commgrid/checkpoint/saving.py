@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint import background as in_background
@@ -42,7 +41,7 @@ from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import shared_in
-from commgrid.resharding.optimizer_state import OptimizerState
+from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 
@@ -54,7 +53,7 @@ def save(
     folder: str | Path,
     step: int,
     model: Model,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     extra_per_rank: Mapping[str, Any] | None = None,
@@ -80,7 +79,8 @@ def save(
         model: of commgrid's layers, plain modules, FSDP2's or DTensor's; or a pipeline stage's
             chunks. Modules have the names that they have in the whole model; buffers are equal on
             all ranks, or say by `mark_buffers` how they lie.
-        optimizer: a ShardedOptimizer, or an element-wise one of torch.optim.
+        optimizer: a ShardedOptimizer, or an element-wise one of torch.optim; one of whole matrices
+            for parameters of which every rank has all; or a list, with other parameters each.
         extra: picklable values of the job, equal on all ranks that give any, the first one among
             them; what is no tensor or plain value loads with `trusted=True` only, of which a
             warning tells. NumPy's numbers are saved as Python's.
@@ -157,7 +157,7 @@ def save(
 def keep(
     step: int,
     model: Model,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Any] | None = None,
     extra_per_rank: Mapping[str, Any] | None = None,
@@ -231,7 +231,7 @@ class _State:
 
     step: int
     model: Model
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizers | None
     extra: Mapping[str, Any]
     extra_per_rank: Mapping[str, Any]
     _of_model: ModelState = field(init=False)

@@ -7,18 +7,21 @@ stores. Copies are written once, each by the rank that so far has least to write
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.equality.values import tensors_in
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, layout_of
 from commgrid.parameters.foreign import ForeignCut
-from commgrid.resharding.item import Chunk, HeldBoxes, held_boxes, local_part
+from commgrid.resharding.item import Chunk, HeldBoxes, Item, Path, held_boxes, local_part
+from commgrid.resharding.naming import refuse_further_state
 from commgrid.runtime.grid import HyperCommGrid
 
 
@@ -54,13 +57,21 @@ class UpdatedPart:
         tensor: what the optimizer has of it.
         start, stop: which of its elements; None: all.
         has_copy: whether `tensor` is a copy in a higher precision.
+        optimizer: whose state of the tensor it is.
     """
 
     box: SavedParameter
     tensor: Tensor
+    optimizer: torch.optim.Optimizer
     start: int = 0
     stop: int | None = None
     has_copy: bool = False
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """What the optimizer keeps of it, by key."""
+        found: Mapping[Any, Any] = self.optimizer.state.get(self.tensor, {})
+        return found
 
     def chunks(self, data: Tensor) -> list[Chunk]:
         """The boxes of a tensor that is as the part."""
@@ -86,6 +97,30 @@ class UpdatedPart:
     def is_like(self, held: Tensor) -> bool:
         """Whether a tensor of the state has a number for each of the part's."""
         return held.shape == self.tensor.shape and (held.dim() > 0 or not self.box.shape)
+
+    def made(self, path: Path, dtype: torch.dtype, turns: Turns) -> tuple[Item, Tensor]:
+        """A new tensor of a part's shape, and the item that fills it."""
+        made = torch.empty_like(self.tensor, dtype=dtype, requires_grad=False)
+        chunks = self.chunks(made)
+        if sum(chunk.data.numel() for chunk in chunks) < made.numel():
+            made.zero_()  # as is what pads a vocabulary, which is not saved
+        mine = turns.is_mine(self.box.copies, made.nbytes)
+        return Item(path, self.box.shape, chunks, dtype, mine), made
+
+    def beside(self, held: Any, before: torch.dtype) -> Any:
+        """State on the part's device; in its dtype, if it had the parameter's before.
+
+        Args:
+            before: the dtype that the parameter was saved in.
+        """
+        if isinstance(held, Tensor):
+            dtype = self.tensor.dtype if held.dtype == before else held.dtype
+            return held.to(self.tensor.device, dtype)
+        if isinstance(held, dict):
+            return {key: self.beside(each, before) for key, each in held.items()}
+        if type(held) in (list, tuple):
+            return type(held)(self.beside(each, before) for each in held)
+        return held
 
 
 def saved_parameter(
@@ -180,3 +215,29 @@ class Turns:
         chosen = loads.index(min(loads))
         loads[chosen] += amount
         return chosen == place
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what is no optimizer, or keeps state to itself; wait for weights under way."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise SpecError(
+            f"optimizer={str(optimizer)[:60]}: expected one of torch.optim, or a list of them"
+        )
+    if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
+        raise SpecError(
+            "ZeroRedundancyOptimizer keeps its state to itself; use "
+            "commgrid.data_parallel.ShardedOptimizer"
+        )
+    refuse_further_state(inner_of(optimizer))
+    if isinstance(optimizer, ShardedOptimizer):
+        optimizer.wait()
+
+
+def inner_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that has the state, which of a ShardedOptimizer is another one."""
+    return optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+
+
+def class_of(optimizer: torch.optim.Optimizer) -> str:
+    """The name of its class."""
+    return type(inner_of(optimizer)).__name__

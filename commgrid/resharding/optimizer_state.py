@@ -10,6 +10,7 @@ that has one of its own.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -24,62 +25,73 @@ from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.equality.values import exact_number_of
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import groups_along
-from commgrid.resharding.holders import SavedParameter, Turns, UpdatedPart
+from commgrid.resharding.holders import (
+    SavedParameter,
+    Turns,
+    UpdatedPart,
+    check_optimizer,
+    class_of,
+    inner_of,
+)
 from commgrid.resharding.item import Item, Path, Shared, Value, key_of, local_part, whole
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import (
     MASTER,
     key_of_text,
-    refuse_further_state,
     split_name,
     text_of,
 )
 
+Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+"""An optimizer; or several, each of which updates other parameters."""
 CLASS = "optimizer_class"
+"""The name of its class; of several optimizers an option of each parameter."""
 OF_SCHEDULERS = {"base_momentum", "initial_lr", "max_lr", "max_momentum", "min_lr"}
 """Options that torch's learning rate schedulers add."""
 NO_OPTIONS = {"params", "param_names"}  # of which every rank has others
 
 
 class OptimizerState:
-    """This rank's part of an optimizer's state.
+    """This rank's part of the state of an optimizer, or of several with other parameters each.
 
     Args:
-        optimizer: of torch.optim, or a ShardedOptimizer, over the model's parameters.
+        optimizer: of torch.optim, or a ShardedOptimizer, over the model's parameters; or a list.
         model: whose parameters they are.
 
     Raises:
         SpecError: the optimizer has parameters that the model has not.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, model: ModelState) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise SpecError(f"optimizer={str(optimizer)[:60]}: expected one of torch.optim")
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):
-            raise SpecError(
-                "ZeroRedundancyOptimizer keeps its state to itself; use "
-                "commgrid.data_parallel.ShardedOptimizer"
-            )
-        self.optimizer, self._model = optimizer, model
-        self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
-        refuse_further_state(self.inner)
-        if isinstance(optimizer, ShardedOptimizer):
-            optimizer.wait()
-        self.grid = model.grid
+    def __init__(self, optimizer: Optimizers, model: ModelState) -> None:
+        self._several = isinstance(optimizer, Sequence)
+        self.optimizers: list[torch.optim.Optimizer]
+        self.optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer]
+        self.grid, self._model = model.grid, model
         boxes = {id(p.parameter): model.boxes[name] for name, p in model.placements.items()}
         self.groups: list[list[SavedParameter]] = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if id(parameter) not in boxes:
-                    raise SpecError(
-                        f"the optimizer updates a parameter of shape {tuple(parameter.shape)} that "
-                        "the model does not have; give the model that it was made for"
-                    )
-            self.groups.append([boxes[id(parameter)] for parameter in group["params"]])
-        known = dict(_parts(optimizer, model))
-        self.parts = [
-            [known[id(tensor)] for tensor in group["params"]] for group in self.inner.param_groups
-        ]
+        self.parts: list[list[UpdatedPart]] = []
+        self._owners: list[torch.optim.Optimizer] = []  # of each group
+        for one in self.optimizers:
+            check_optimizer(one)
+            for group in one.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in boxes:
+                        raise SpecError(
+                            f"the optimizer updates a parameter of shape {tuple(parameter.shape)} "
+                            "that the model does not have; give the model that it was made for"
+                        )
+                self.groups.append([boxes[id(parameter)] for parameter in group["params"]])
+                self._owners.append(one)
+            known = dict(_parts(one, model))
+            for group in inner_of(one).param_groups:
+                self.parts.append([known[id(tensor)] for tensor in group["params"]])
+        twice = [name for name, times in Counter(self.updated).items() if times > 1]
+        if twice or not self.optimizers:
+            raise SpecError(
+                f"optimizer={[*map(class_of, self.optimizers)]}: "
+                f"{f'two update {twice[0]}' if twice else 'there is none in it'}; expected one of "
+                "torch.optim, or a list of some that update other parameters each"
+            )
 
     # -- writing ------------------------------------------------------------------------
 
@@ -87,9 +99,7 @@ class OptimizerState:
         """Every entry of every parameter's state, and the options of its group."""
         for part in chain(*self.parts):
             box = part.box
-            entries = {
-                text_of(part.box.name, key): held for key, held in self._state_of(part).items()
-            }
+            entries = {text_of(part.box.name, key): held for key, held in part.state.items()}
             if part.has_copy:
                 entries[MASTER] = part.tensor
             for text, held in entries.items():
@@ -98,9 +108,12 @@ class OptimizerState:
                 yield self._entry(part, text, held, mine)
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
         mine = turns.is_mine(everywhere, 0)
-        yield Value((CLASS,), type(self.inner).__name__, mine, repeats=True)
-        for group, boxes in zip(self.optimizer.param_groups, self.groups, strict=True):
+        if not self._several:
+            yield Value((CLASS,), class_of(self.optimizers[0]), mine, repeats=True)
+        every = chain.from_iterable(one.param_groups for one in self.optimizers)
+        for group, boxes, owner in zip(every, self.groups, self._owners, strict=True):
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+            options |= {CLASS: class_of(owner)} if self._several else {}
             values = {key: Shared(value) for key, value in options.items()}
             alike = _by_axes(boxes)
             for box in boxes:
@@ -109,10 +122,6 @@ class OptimizerState:
                 axes, of = (box.parts, names) if box.name == names[0] else ((), ())
                 for key, value in values.items():
                     yield Value(_option(box, key), value, mine, copies=axes, of=tuple(of))
-
-    def _state_of(self, part: UpdatedPart) -> Mapping[Any, Any]:
-        found: Mapping[Any, Any] = self.inner.state.get(part.tensor, {})
-        return found
 
     def _entry(self, part: UpdatedPart, text: str, held: Any, mine: bool) -> Item | Value:
         # Of other than a number for each element, all parts say the same (`check_values`).
@@ -138,7 +147,7 @@ class OptimizerState:
         """
         cut = any(self.grid.size(axis) > 1 for axis in part.box.slices)
         of_all = tuple(local_part(part.tensor).shape) == part.box.shape and part.stop is None
-        return of_all and not cut and "lbfgs" not in type(self.inner).__name__.lower()
+        return of_all and not cut and "lbfgs" not in class_of(part.optimizer).lower()
 
     def check_values(self, copies: bool = True) -> None:
         """Refuse state of one parameter that is one for all of its parts, and differs.
@@ -155,7 +164,7 @@ class OptimizerState:
         for part in chain(*self.parts):
             said[part.box.name] = {
                 text_of(part.box.name, key): held
-                for key, held in self._state_of(part).items()
+                for key, held in part.state.items()
                 if not (isinstance(held, Tensor) and (held.dim() or part.is_like(held)))
             }
         facts = []
@@ -171,11 +180,12 @@ class OptimizerState:
     def _by_slices(self) -> dict[tuple[str, ...], list[str]]:
         """The parameters' names by the axes along which ranks update other parts of them."""
         found: dict[tuple[str, ...], list[str]] = {}
-        for box in chain(*self.groups):
-            if isinstance(self.optimizer, ShardedOptimizer):
-                placement = self._model.placements[box.name]
-                box = self._model.box_of(placement, self.optimizer.cut_over(placement))
-            found.setdefault(box.slices, []).append(box.name)
+        for owner, boxes in zip(self._owners, self.groups, strict=True):
+            for box in boxes:
+                if isinstance(owner, ShardedOptimizer):
+                    placement = self._model.placements[box.name]
+                    box = self._model.box_of(placement, owner.cut_over(placement))
+                found.setdefault(box.slices, []).append(box.name)
         return found
 
     # -- reading ------------------------------------------------------------------------
@@ -204,27 +214,30 @@ class OptimizerState:
         self._options: dict[str, dict[str, Value]] = {}
         self._saved_as: dict[str, torch.dtype] = {}
         keys = self._keys_by_parameter(stored)
-        expected = set(self.inner.defaults)  # another version of torch may have some more
-        for box in chain(*self.groups):
+        each = zip(self._owners, self.groups, strict=True)
+        for owner, box in ((owner, box) for owner, boxes in each for box in boxes):
+            expected = set(inner_of(owner).defaults)  # another version of torch may have some more
             options = keys["param_groups"].get(box.name, set()) - NO_OPTIONS
             if not options and not strict:
                 continue
             if not options or (expected - options and options - expected - OF_SCHEDULERS):
                 raise CheckpointError(
                     f"its optimizer has {_listed(options)} for {box.name}, but "
-                    f"{type(self.inner).__name__} needs {_listed(expected)}; it was saved with "
+                    f"{class_of(owner)} needs {_listed(expected)}; it was saved with "
                     "another optimizer, or this parameter was not trained; strict=False of load "
                     "leaves parameters that were not trained as they are"
                 )
             self._options[box.name] = {key: Value(_option(box, key)) for key in sorted(options)}
             yield from self._options[box.name].values()
+            if CLASS in keys["param_groups"][box.name]:
+                yield Value(_option(box, CLASS))
         for part in chain(*self.parts):
             name, state = part.box.name, keys["state"].get(part.box.name, set())
             found = self._found[name] = {}
             if name not in self._options and key_of(("model", name)) not in stored:
                 continue
-            own = {str(key): key for key in self._state_of(part)}
-            copied = MASTER in state and not self._has_own_master
+            own = {str(key): key for key in part.state}
+            copied = MASTER in state and not self._keeps_master(part)
             path = part.path(MASTER) if copied else ("model", name)
             weight = stored.get(key_of(path))
             if isinstance(weight, TensorStorageMetadata):
@@ -235,14 +248,13 @@ class OptimizerState:
                 found[key] = target if isinstance(target, Value) else target[1]
                 yield target if isinstance(target, Value) else target[0]
             if part.has_copy:
-                item, self._copies[name] = self._made(part, path, part.tensor.dtype, turns)
+                item, self._copies[name] = part.made(path, part.tensor.dtype, turns)
                 yield item
 
-    @property
-    def _has_own_master(self) -> bool:
-        """Whether `master` of others' files is state of this optimizer, which makes no copies."""
-        ours = isinstance(self.optimizer, ShardedOptimizer)
-        return not ours and not type(self.inner).__module__.startswith("torch.optim")
+    def _keeps_master(self, part: UpdatedPart) -> bool:
+        """Whether `master` of others' files is state of an optimizer, which makes no copies."""
+        own = part.optimizer
+        return own in self.optimizers and not type(own).__module__.startswith("torch.optim")
 
     def _keys_by_parameter(self, stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:
         """The last names of the keys of this rank's parameters, by kind and parameter."""
@@ -263,7 +275,7 @@ class OptimizerState:
             return Value(part.path(text))
         dtype = stored.properties.dtype
         if tuple(stored.size) == part.box.shape:
-            return self._made(part, part.path(text), dtype, turns)
+            return part.made(part.path(text), dtype, turns)
         if len(stored.size) == 0 or self._is_whole(part):
             made = torch.zeros(stored.size, dtype=dtype)
             return whole(part.path(text), made), made
@@ -271,18 +283,6 @@ class OptimizerState:
             f"its {key_of(part.path(text))} has shape {tuple(stored.size)}, but the parameter has "
             f"{part.box.shape}, and ranks have slices of it"
         )
-
-    @staticmethod
-    def _made(
-        part: UpdatedPart, path: tuple[str, ...], dtype: torch.dtype, turns: Turns
-    ) -> tuple[Item, Tensor]:
-        """A new tensor of a part's shape, and the item that fills it."""
-        made = torch.empty_like(part.tensor, dtype=dtype, requires_grad=False)
-        chunks = part.chunks(made)
-        if sum(chunk.data.numel() for chunk in chunks) < made.numel():
-            made.zero_()  # as is what pads a vocabulary, which is not saved
-        mine = turns.is_mine(part.box.copies, made.nbytes)
-        return Item(path, part.box.shape, chunks, dtype, mine), made
 
     @property
     def updated(self) -> list[str]:
@@ -304,11 +304,14 @@ class OptimizerState:
         Raises:
             CheckpointError: names the class, or two parameters and the option.
         """
-        saved, mine = read.get(CLASS), type(self.inner).__name__
-        if saved not in (None, mine):
-            raise CheckpointError(f"its optimizer is {saved}, and here is {mine}")
-        for group in self.groups:
-            boxes = self._trained(group)
+        for owner, group in zip(self._owners, self.groups, strict=True):
+            boxes, mine = self._trained(group), class_of(owner)
+            for box in boxes:
+                saved = read.get(key_of(_option(box, CLASS)), read.get(CLASS, mine))
+                if saved != mine:
+                    raise CheckpointError(
+                        f"its optimizer is {saved}, and here is {mine}, which updates {box.name}"
+                    )
             for box in boxes[1:]:
                 first, other = (self._options_of(one, read) for one in (boxes[0], box))
                 for key in sorted(first.keys() | other.keys()):
@@ -328,14 +331,28 @@ class OptimizerState:
 
     def take(self, read: Mapping[str, Any]) -> None:
         """Puts what was read in place; the model's weights are there already."""
+        groups = zip(self.groups, self.parts, strict=True)
+        for one in self.optimizers:
+            self._give(one, [next(groups) for _ in one.param_groups], read)
+
+    def _give(
+        self,
+        optimizer: torch.optim.Optimizer,
+        held: Sequence[tuple[list[SavedParameter], list[UpdatedPart]]],
+        read: Mapping[str, Any],
+    ) -> None:
+        """Give one optimizer its state.
+
+        Args:
+            held: of each of its groups, the parameters, and the parts that this rank updates.
+            read: the values that were read, by key.
+        """
         state: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
         index = 0
-        if isinstance(self.optimizer, ShardedOptimizer):
-            self.optimizer.reload()
-        for outer, boxes, parts in zip(
-            self.optimizer.param_groups, self.groups, self.parts, strict=True
-        ):
+        if isinstance(optimizer, ShardedOptimizer):
+            optimizer.reload()
+        for outer, (boxes, parts) in zip(optimizer.param_groups, held, strict=True):
             own = {key: value for key, value in outer.items() if key not in NO_OPTIONS}
             trained = self._trained(boxes)
             options = self._options_of(trained[0], read) if trained else {}
@@ -351,21 +368,27 @@ class OptimizerState:
                     for key, held in self._found[part.box.name].items()
                 }
                 if part.box.name not in self._options:
-                    entries = dict(self._state_of(part))
+                    entries = dict(part.state)
                 if entries:
                     state[index] = entries
                 index += 1
-        for group, inner in zip(groups, self.inner.param_groups, strict=True):
-            group.update({key: inner[key] for key in ("param_names",) if key in inner})
-        state = self._as_saved(state)
-        self.inner.load_state_dict({"state": state, "param_groups": groups})
-        self._keep_dtypes(state)
-        if self.inner is not self.optimizer:
-            pairs = zip(self.optimizer.param_groups, self.inner.param_groups, strict=True)
-            for outer, inner in pairs:
-                outer.update({key: value for key, value in inner.items() if key not in NO_OPTIONS})
+        inner, updated = inner_of(optimizer), [part for _, parts in held for part in parts]
+        for group, mine in zip(groups, inner.param_groups, strict=True):
+            group.update({key: mine[key] for key in ("param_names",) if key in mine})
+        state = self._as_saved(state, updated)
+        inner.load_state_dict({"state": state, "param_groups": groups})
+        if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
+            for number, part in enumerate(updated):  # torch has converted them
+                entries = {k: held for k, held in state.get(number, {}).items() if k != "step"}
+                if entries:
+                    inner.state[part.tensor].update(entries)
+        if inner is not optimizer:
+            for outer, mine in zip(optimizer.param_groups, inner.param_groups, strict=True):
+                outer.update({key: value for key, value in mine.items() if key not in NO_OPTIONS})
 
-    def _as_saved(self, state: Mapping[int, Mapping[Any, Any]]) -> dict[int, dict[Any, Any]]:
+    def _as_saved(
+        self, state: Mapping[int, Mapping[Any, Any]], parts: Sequence[UpdatedPart]
+    ) -> dict[int, dict[Any, Any]]:
         """State on its parameters' devices, in their dtypes where it was saved in these.
 
         Raises:
@@ -373,40 +396,16 @@ class OptimizerState:
         """
         found: dict[int, dict[Any, Any]] = {}
         lost: dict[str, Lost] = {}
-        for index, part in enumerate(chain(*self.parts)):
+        for index, part in enumerate(parts):
             before = self._saved_as.get(part.box.name, part.tensor.dtype)
             for key, held in state.get(index, {}).items():
-                now = held if key == "step" else _beside(part.tensor, held, before)
+                now = held if key == "step" else part.beside(held, before)
                 found.setdefault(index, {})[key] = now
                 if isinstance(held, Tensor) and now.dtype != held.dtype:
                     name = key_of(part.path(text_of(part.box.name, key)))
                     lost[name] = lost_numbers(held, now.dtype, held.numel())
         refuse_lost(lost, CheckpointError)
         return found
-
-    def _keep_dtypes(self, state: Mapping[int, Mapping[Any, Any]]) -> None:
-        """Undo torch's conversion of state to its parameter's dtype."""
-        if type(self.inner).load_state_dict is not torch.optim.Optimizer.load_state_dict:
-            return  # which says itself what it converts
-        for index, part in enumerate(chain(*self.parts)):
-            entries = {key: held for key, held in state.get(index, {}).items() if key != "step"}
-            if entries:
-                self.inner.state[part.tensor].update(entries)
-
-
-def _beside(parameter: Tensor, held: Any, before: torch.dtype) -> Any:
-    """Move state to its parameter's device; convert it if it had the parameter's dtype before.
-
-    Args:
-        before: the dtype that the parameter was saved in.
-    """
-    if isinstance(held, Tensor):
-        return held.to(parameter.device, parameter.dtype if held.dtype == before else held.dtype)
-    if isinstance(held, dict):
-        return {key: _beside(parameter, each, before) for key, each in held.items()}
-    if type(held) in (list, tuple):
-        return type(held)(_beside(parameter, each, before) for each in held)
-    return held
 
 
 def _by_axes(boxes: Iterable[SavedParameter]) -> dict[tuple[str, ...], list[str]]:
@@ -436,14 +435,16 @@ def _parts(
     """The parts of parameters, by the id of the optimizer's tensor."""
     if not isinstance(optimizer, ShardedOptimizer):
         for name, placement in model.placements.items():
-            yield id(placement.parameter), UpdatedPart(model.boxes[name], placement.parameter)
+            parameter = placement.parameter
+            yield id(parameter), UpdatedPart(model.boxes[name], parameter, optimizer)
         return
-    by_id = {id(p.parameter): p for p in model.placements.values()}
+    by_id, inner = {id(p.parameter): p for p in model.placements.values()}, optimizer.inner
     for piece, tensor, cut_over in optimizer.parts():
         parameter = piece.slot.parameter
         box = model.box_of(by_id[id(parameter)], cut_over)
         start, stop = (0, None) if piece.is_whole else (piece.start, piece.stop)
-        yield id(tensor), UpdatedPart(box, tensor, start, stop, tensor.dtype != parameter.dtype)
+        has_copy = tensor.dtype != parameter.dtype
+        yield id(tensor), UpdatedPart(box, tensor, inner, start, stop, has_copy)
 
 
 def _option(box: SavedParameter, key: str) -> Path:

@@ -17,6 +17,7 @@ from commgrid.grid_pairs.pairing import OtherWorld
 from commgrid.layout.axis_names import nearest
 from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial
 from commgrid.resharding.naming import Naming, Rename
+from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat import groups as torch_groups
@@ -195,10 +196,11 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
     return Item(("model", name), shape, chunks, tensor.dtype)
 
 
-Optimizers = tuple[torch.optim.Optimizer | None, torch.optim.Optimizer | None]
+OfBoth = tuple[Optimizers | None, Optimizers | None]
+"""The source's and the target's optimizers."""
 
 
-def optimizers_of(given: Optimizers | None, **others: object) -> Optimizers:
+def optimizers_of(given: OfBoth | None, **others: object) -> OfBoth:
     """The source's and the target's optimizer.
 
     Args:

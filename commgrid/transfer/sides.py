@@ -25,7 +25,7 @@ from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import copy_of, not_taken
-from commgrid.resharding.optimizer_state import OptimizerState
+from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.transfer.conversion import Convert
 from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
@@ -62,7 +62,7 @@ class OneSide(ABC):
 
     model: Model | None
     grid: HyperCommGrid | None
-    optimizer: torch.optim.Optimizer | None
+    optimizer: Optimizers | None
     names: Names
     held: LocalBoxes | None = field(default=None, init=False)
     _state: ModelState | None = field(default=None, init=False)

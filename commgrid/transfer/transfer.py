@@ -32,8 +32,8 @@ from commgrid.transfer.conversion import Conversion, conversions
 from commgrid.transfer.models import (
     Model,
     Names,
+    OfBoth,
     Only,
-    Optimizers,
     device_of,
     grids_of,
     optimizers_of,
@@ -65,8 +65,8 @@ class Transfer:
         source_grid: where the source lies; None: the default grid where `source` is given, else
             this rank is in none.
         target_grid: where the target lies, likewise.
-        optimizer: the source's and the target's optimizer, whose state is moved too; None: weights
-            alone.
+        optimizer: the source's and the target's optimizer, or list of them, whose state is moved
+            too; None: weights alone.
         rename: the target's names of the source's tensors: a mapping, or a function of one name,
             which returns None for a tensor that is not moved.
         only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
@@ -121,7 +121,7 @@ class Transfer:
         *,
         source_grid: HyperCommGrid | None = None,
         target_grid: HyperCommGrid | None = None,
-        optimizer: Optimizers | None = None,
+        optimizer: OfBoth | None = None,
         rename: Rename | None = None,
         only: Only | None = None,
         convert: Conversion | None = None,

@@ -199,7 +199,7 @@ def saves(folder: str) -> dict[str, str]:
     lbfgs.state[next(good.parameters())] = {"d": torch.zeros(3)}  # as a step would leave it
     told["lbfgs"] = raised(checkpoint.save, folder, 2, good, lbfgs, progress=False)
     told["a model"] = raised(checkpoint.save, folder, 2, good.state_dict(), progress=False)
-    told["an optimizer"] = raised(checkpoint.save, folder, 2, good, [lbfgs], progress=False)
+    told["an optimizer"] = raised(checkpoint.save, folder, 2, good, [good], progress=False)
     told["file"] = raised(
         checkpoint.save, Path(folder) / "step_00000001" / ".metadata", 2, good, progress=False
     )
