@@ -6,11 +6,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from commgrid.errors import SpecError
+from commgrid.errors import SpecError, TransferError
 from commgrid.layout.box import Box, Shape, common
 from commgrid.resharding.item import Chunk
 from commgrid.resharding.layouts import Form, LayoutEntry, pack
@@ -35,6 +36,7 @@ class LocalBoxes:
 
     def __init__(self) -> None:
         self._tensors: dict[str, _HeldTensor] = {}
+        self.apart_from: LocalBoxes | None = None  # another side, which has memory of its own
 
     def add(
         self,
@@ -101,15 +103,6 @@ class LocalBoxes:
                 for other in others:
                     other.copy_(first)
 
-    def storages(self) -> dict[int, str]:
-        """Where the tensors' memory begins, and whose it is."""
-        return {
-            tensor.untyped_storage().data_ptr(): name
-            for name, held in self._tensors.items()
-            for tensors in held.chunks.values()
-            for tensor in tensors if tensor.numel()
-        }  # fmt: skip
-
     def overlapping(self) -> Iterator[tuple[str, Box, Box]]:
         """Each two boxes of one tensor that have something in common and are not equal."""
         for name, held in self._tensors.items():
@@ -117,11 +110,15 @@ class LocalBoxes:
                 if common(one, other) is not None:
                     yield name, one, other
 
-    def begins(self) -> Iterator[tuple[str, int]]:
-        """Each tensor's name, and where in memory its parts begin."""
-        for name, held in self._tensors.items():
-            for tensors in held.chunks.values():
-                yield from ((name, tensor.data_ptr()) for tensor in tensors if tensor.numel())
+    @cached_property
+    def parts(self) -> list[MemoryPart]:
+        """Where each box lies in memory; call it after the last `add`."""
+        return [
+            MemoryPart(tensor, name, (name, box))
+            for name, held in self._tensors.items()
+            for box, tensors in held.chunks.items()
+            for tensor in tensors if tensor.numel()
+        ]  # fmt: skip
 
     @property
     def device_types(self) -> set[str]:
@@ -132,3 +129,103 @@ class LocalBoxes:
             for tensors in held.chunks.values()
             for tensor in tensors
         }
+
+
+class MemoryPart(NamedTuple):
+    """A tensor's place in memory.
+
+    Args:
+        tensor: of some elements.
+        name: for messages.
+        owner: parts of one owner may have memory in common.
+    """
+
+    tensor: Tensor
+    name: str
+    owner: Any
+
+
+def shared_memory(parts: Iterable[MemoryPart]) -> tuple[MemoryPart, MemoryPart] | None:
+    """The first two parts of different owners that have a byte in common; None: there are none.
+
+    >>> pool = torch.zeros(4, 6)
+    >>> parts = [MemoryPart(pool[:, :3], "one", 1), MemoryPart(pool[:, 3:], "other", 2)]
+    >>> shared_memory(parts)
+    >>> [part.name for part in shared_memory([*parts, MemoryPart(pool[2], "row", 3)])]
+    ['one', 'row']
+    """
+    listed = list(parts)
+    near: list[tuple[int, int]] = []
+    pairs: list[tuple[int, int]] = []
+    begins = [part.tensor.data_ptr() for part in listed]
+    for place in sorted(range(len(listed)), key=begins.__getitem__):
+        part = listed[place]
+        near = [(end, other) for end, other in near if end > begins[place]]
+        pairs += [
+            (min(place, other), max(place, other))
+            for _, other in near
+            if listed[other].owner != part.owner
+            and _have_common_byte(listed[other].tensor, part.tensor)
+        ]
+        near.append((begins[place] + _reach(part.tensor), place))
+    return next(((listed[one], listed[other]) for one, other in sorted(pairs)), None)
+
+
+def _reach(tensor: Tensor) -> int:
+    """Bytes from a tensor's first to behind its last element."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * tensor.itemsize
+
+
+def _have_common_byte(one: Tensor, other: Tensor) -> bool:
+    """Whether there are indices of both that lead to one address.
+
+    The address of a byte is a sum of strides, each times an index, and so is the distance of two.
+    """
+    counts: dict[int, tuple[int, int]] = {1: (other.itemsize - 1, one.itemsize - 1)}
+    for tensor in (other, one):
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            back, ahead = counts.get(stride * tensor.itemsize, (0, 0))
+            more = (size - 1, 0) if tensor is other else (0, size - 1)
+            if stride:
+                counts[stride * tensor.itemsize] = back + more[0], ahead + more[1]
+    strides = sorted(((stride, *most) for stride, most in counts.items()), reverse=True)
+    return _is_sum(other.data_ptr() - one.data_ptr(), strides)
+
+
+def _is_sum(distance: int, strides: list[tuple[int, int, int]]) -> bool:
+    """Whether a distance is a sum of strides, each times a number from -`back` to `ahead`."""
+    if not strides:
+        return distance == 0
+    (stride, back, ahead), *rest = strides
+    most_back = sum(step * count for step, count, _ in rest)
+    most_ahead = sum(step * count for step, _, count in rest)
+    first = max(-back, -((most_ahead - distance) // stride))
+    last = min(ahead, (distance + most_back) // stride)
+    return any(_is_sum(distance - stride * count, rest) for count in range(first, last + 1))
+
+
+def refuse_shared_memory(source: LocalBoxes | None, target: LocalBoxes | None) -> None:
+    """Refuse a target in the source's memory, which would be overwritten while it is sent."""
+    if source is None or target is None or target.apart_from is source:
+        return
+    sides = [(source, 0), (target, 1)]
+    found = shared_memory(p._replace(owner=side) for held, side in sides for p in held.parts)
+    if found is not None:
+        first, second = found
+        raise TransferError(
+            f"{second.name} of the target shares its memory with {first.name} of the source; give "
+            "the target tensors of its own, or leave it out with only="
+        )
+    target.apart_from = source
+
+
+def refuse_one_memory(target: LocalBoxes) -> None:
+    """Refuse two tensors of a target in one memory: only one's numbers would be there."""
+    found = shared_memory(target.parts)
+    if found is not None:
+        raise TransferError(
+            f"{found[0].name} and {found[1].name} of the target are in one memory, and only one of "
+            "them would be there in the end; leave one of them out on both sides, or give the "
+            "modules, which know what is tied"
+        )

@@ -22,7 +22,7 @@ from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.layouts import Form, GridLayouts
-from commgrid.resharding.local_boxes import LocalBoxes
+from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import copy_of, not_taken
 from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
@@ -279,7 +279,6 @@ class TargetSide(OneSide):
                     part, merge = part.fitted(self._offered[name].shape)
                     self._merges += [merge] if merge is not None else []
                 held.add(name, part.shape, part.dtype, part.chunks, self._read_from(part))
-        _refuse_one_memory(held)
         # A module has one part of each parameter, and a table may tie two.
         if isinstance(self.model, Mapping) or self.names.cuts_target:
             _refuse_overlaps(held)
@@ -297,6 +296,7 @@ class TargetSide(OneSide):
                     held.add(name, one.shape, one.dtype, one.chunks, one.path[-1])
                 elif isinstance(one, Item):
                     held.add(one.key, one.shape, one.dtype, one.chunks)
+        refuse_one_memory(held)
 
     def _read_from(self, item: Item) -> str:
         """The fp32 copy that a tensor is read from, if it is more precise than the weight."""
@@ -408,32 +408,6 @@ def gathered(
         any(one.members for one in told),
         any(one.converts for one in told),
     )
-
-
-def refuse_shared_memory(source: LocalBoxes | None, target: LocalBoxes | None) -> None:
-    """A target in the source's memory would be overwritten while it is sent."""
-    if source is None or target is None:
-        return
-    sources = source.storages()
-    for place, name in target.storages().items():
-        if place in sources:
-            raise TransferError(
-                f"{name} of the target shares its memory with {sources[place]} of the source; give "
-                "the target tensors of its own, or leave it out with only="
-            )
-
-
-def _refuse_one_memory(held: LocalBoxes) -> None:
-    """Two names of a target in one memory would have the numbers of one of them."""
-    names: dict[int, str] = {}
-    for name, begin in held.begins():
-        other = names.setdefault(begin, name)
-        if other != name:
-            raise TransferError(
-                f"{other} and {name} of the target are in one memory, and only one of them would "
-                "be there in the end; leave one of them out on both sides, or give the modules, "
-                "which know what is tied"
-            )
 
 
 def _refuse_overlaps(held: LocalBoxes) -> None:

@@ -19,7 +19,7 @@ from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Pairing, check_alive, numbered
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
-from commgrid.resharding.local_boxes import LocalBoxes
+from commgrid.resharding.local_boxes import LocalBoxes, refuse_shared_memory
 from commgrid.resharding.naming import Rename
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
@@ -41,7 +41,7 @@ from commgrid.transfer.models import (
 )
 from commgrid.transfer.sent_boxes import SentLayouts, check_groups
 from commgrid.transfer.shared_boxes import check_replicas, lost_between
-from commgrid.transfer.sides import SourceSide, TargetSide, Told, gathered, refuse_shared_memory
+from commgrid.transfer.sides import SourceSide, TargetSide, Told, gathered
 from commgrid.transfer.verification import Verification
 
 COPIES = ("compare", "any")
