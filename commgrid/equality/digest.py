@@ -63,17 +63,18 @@ def condensed(tensor: Tensor) -> Tensor:
         An int8 tensor of one dim on the tensor's device; on another kind of processor, another one.
     """
     octets = bits_of(tensor).view(torch.int8)
-    if len(octets) < _ROWS[-1] * _ROW:
+    if octets.numel() < _ROWS[-1] * _ROW:
         return octets
     if not _has_quick_products(tensor.device):
         return digest(tensor).view(1).view(torch.int8)
-    parts, columns = [], _columns()
+    parts: list[Tensor] = []
     for count in _ROWS:
-        size = count * _ROW
-        while len(octets) >= size:
-            rows, octets = octets[:size].view(count, _ROW), octets[size:]
-            parts += [torch._int_mm(rows, column) for column in columns]  # rows stay in the cache
-    return torch.cat([*(part.view(-1).view(torch.int8) for part in parts), octets])
+        whole = octets.numel() // (count * _ROW) * count * _ROW
+        for rows in octets[:whole].view(-1, count, _ROW).unbind() if whole else ():
+            parts += [torch._int_mm(rows, column) for column in _columns()]  # rows stay in a cache
+        octets = octets[whole:]
+    products = torch.cat(parts).view(-1).view(torch.int8)
+    return torch.cat([products, octets]) if octets.numel() else products
 
 
 @cache
