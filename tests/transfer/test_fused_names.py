@@ -177,6 +177,32 @@ def test_fsdp_shards_of_a_fused_weight() -> None:
         assert "k.weight, of which ranks 0-3 hold [3, 3] at [0, 0], differs between" in told
 
 
+def legacy_experts() -> list[Any]:
+    """Megatron's stacked experts, whose last dims are exchanged, from copies to halves."""
+    grid = commgrid.initialize(tp=2)
+    mine = slice(None) if grid.rank else slice(0, 1)
+    stacked = numbers(2, 3, 8)  # experts, hidden, gate and up of 4
+    up = torch.zeros(2, 8, 3)[mine].float().clone()
+    names = mapping("qwen3_moe", source="megatron", target="vllm")
+    served = {"model.layers.0.mlp.experts.w13_weight": Part(up, (2, 8, 3), (0, 0, 0))}
+    source = {"decoder.layers.0.mlp.experts.weight1": stacked}
+    Transfer(source, served, rename=names).run()
+    found: list[Any] = [torch.equal(up, stacked.mT[mine].float())]
+    stacked[1, 2, 5] += grid.rank
+    try:
+        Transfer(source, served, rename=names, name="odd").run()
+    except CommGridError as error:
+        found.append(str(error))
+    commgrid.shutdown()
+    return found
+
+
+def test_transposed_experts_are_compared_and_moved() -> None:
+    for right, told in run_on_ranks(legacy_experts, 2, check=False):
+        assert right
+        assert "model.layers.0.mlp.experts.1.up_proj.weight, of which ranks 0-1 hold" in told
+
+
 @pytest.fixture
 def grid() -> Iterator[Any]:
     yield commgrid.initialize()
