@@ -27,7 +27,7 @@ JOBS: dict[str, tuple[int, list[str]]] = {
 def written(job: list[str]) -> list[str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        load("refit").main(job)
+        load("refit/one_program").main(job)
     return said.getvalue().splitlines()
 
 
@@ -72,5 +72,5 @@ def test_numpy_is_not_needed() -> None:
 
 def test_a_wrong_grid_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        load("refit").main([*TINY, "--generate", "hidden=2"])
+        load("refit/one_program").main([*TINY, "--generate", "hidden=2"])
     assert "--generate hidden=2: 'hidden' is none of tp, dp" in capsys.readouterr().err

@@ -1,8 +1,8 @@
 """Train a small GPT on one grid, and let another grid generate with its weights every few steps.
 
-    torchrun --standalone --nproc-per-node 4 examples/refit.py --tp 2 --generate tp=4
-    torchrun --standalone --nproc-per-node 4 examples/refit.py --fsdp --generate pp=2
-    torchrun --standalone --nproc-per-node 6 examples/refit.py --ranks 0-3 --tp 2 \\
+    torchrun --standalone --nproc-per-node 4 examples/refit/one_program.py --tp 2 --generate tp=4
+    torchrun --standalone --nproc-per-node 4 examples/refit/one_program.py --fsdp --generate pp=2
+    torchrun --standalone --nproc-per-node 6 examples/refit/one_program.py --ranks 0-3 --tp 2 \\
         --generate tp=2,ranks=4-5
 
 As in reinforcement learning: the grid that trains is cut for training, the one that generates for
@@ -27,6 +27,8 @@ import commgrid
 from commgrid import GridSpec, checkpoint
 from commgrid.collectives.objects import gathered
 from commgrid.transfer import Transfer
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where gpt_training is
 from gpt_training.checks import check_sizes
 from gpt_training.data import Text, global_batch, read_text, split_text
 from gpt_training.flag_types import positive
