@@ -96,6 +96,7 @@ class SentBoxes(LocalBoxes):
     def begin(self) -> LocalBoxes:
         """Returns memory for the blocks that are brought together."""
         self._together = LocalBoxes()
+        self._together.is_lasting = False
         for name, shape, dtype, chunks in self.split.items():
             device = self._devices[name]
             room = [Chunk(c.offset, torch.empty_like(c.data, device=device)) for c in chunks]

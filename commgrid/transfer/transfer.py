@@ -21,13 +21,13 @@ from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_shared_memory
 from commgrid.resharding.naming import Rename
-from commgrid.resharding.plan import Message, TransferPlan
-from commgrid.resharding.transport import Carrier, most_of
+from commgrid.resharding.plan import TransferPlan
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError, no_answer_of
 from commgrid.store.search import first_line
 from commgrid.torch_compat.peer_errors import as_peer_error, is_peer_failure, is_store_gone
 from commgrid.transfer.barriers import TransferBarriers
+from commgrid.transfer.carriage import Carriage
 from commgrid.transfer.conversion import Conversion, conversions
 from commgrid.transfer.models import (
     Model,
@@ -144,8 +144,6 @@ class Transfer:
         self._timeout = as_seconds("timeout", most if timeout is None else timeout)
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
         self._name, self._legend = name, ""
-        self._messages: list[Message] | None = None
-        self._carrier: Carrier | None = None
         self._blocks: TransferPlan | None = None
         self._nothing = LocalBoxes()
         self._names = Names(rename, only)
@@ -212,6 +210,9 @@ class Transfer:
         self._target.check_offer(offers, wants)
         self._all_offer = len(offers) == len(self._source_side.places)
         self._device = device_of(self._group, devices | more_devices)
+        self._carriage = Carriage(
+            self._group, ranks, self._barriers.rank, self._device, self._max_bytes, self._timeout
+        )
         at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
 
     def _planned(self, hosts: Mapping[int, str], partly: bool) -> str:
@@ -289,7 +290,7 @@ class Transfer:
             values = self._exchange_values()
             consequence = _UNUSABLE
             held = self._source.sending or self._nothing, self._target.held or self._nothing
-            self._carry(*held)
+            self._carriage.carry(self.plan, *held)
             if verify:
                 ranks = self._barriers.rank, self._group, self._device
                 Verification(self.plan, self._target_side, *ranks).check(*held)
@@ -306,28 +307,9 @@ class Transfer:
     def _bring_together(self) -> None:
         """Fetches what others hold of the blocks that this rank converts."""
         if self._blocks is not None:
-            messages = self._blocks.messages(self._barriers.rank, most_of(self._max_bytes))
             held, sent = self._source.held or self._nothing, self._source.sent
             split = sent.begin() if sent is not None else self._nothing
-            carrier = self._carrier_of(self._blocks, messages, held, split)
-            carrier.carry()
-            carrier.meet()
-
-    def _carry(self, source: LocalBoxes, target: LocalBoxes) -> None:
-        if self._messages is None:  # the same in every run
-            self._messages = self.plan.messages(self._barriers.rank, most_of(self._max_bytes))
-        if self._carrier is None or not self._carrier.holds(source, target):
-            self._carrier = self._carrier_of(self.plan, self._messages, source, target)
-        self._carrier.carry()
-        self._carrier.meet()
-
-    def _carrier_of(
-        self, plan: TransferPlan, messages: list[Message], source: LocalBoxes, target: LocalBoxes
-    ) -> Carrier:
-        return Carrier(
-            self._group, self._barriers.ranks, self._device, source, target, self._max_bytes,
-            messages, partial(plan.copies, self._barriers.rank), self._timeout,
-        )  # fmt: skip
+            self._carriage.carry(self._blocks, held, split)
 
     def _prepare(self) -> None:
         """Check that this rank's tensors are as they were planned."""
