@@ -45,6 +45,14 @@ def above_zero(what: str) -> Callable[[str], float]:
     return read
 
 
+def at_least_one(text: str) -> float:
+    """A number from 1 on."""
+    number = above_zero("a number from 1 on")(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected a number from 1 on")
+    return number
+
+
 def one_of(*words: str) -> Callable[[str], str]:
     """One of some words."""
 

@@ -36,12 +36,14 @@ class Device:
         flops: dense 16-bit floating-point operations a second, as its maker states them.
         memory: bytes.
         memory_bandwidth: bytes a second.
+        fp8_flops: as `flops`, in 8 bits; None: it has none, or not known.
     """
 
     name: str
     flops: float
     memory: float
     memory_bandwidth: float
+    fp8_flops: float | None = None
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,18 @@ class Cluster:
             )
         return names.index(name)
 
+    def fabric(self, level: int) -> int:
+        """The place of the highest level up to which links are those of this one, as of the trays
+        of an NVLink rack.
+
+        >>> CLUSTERS["gb200"].fabric(0), CLUSTERS["h100"].fabric(0)
+        (1, 0)
+        """
+        links = [(each.latency, each.bandwidth) for each in self.levels]
+        while level + 1 < len(links) and links[level + 1] == links[level] != (None, None):
+            level += 1
+        return level
+
     def unit(self, level: int, rank: int) -> int:
         """The number of the unit of a level that a rank is in."""
         size = self.unit_size(level)
@@ -253,7 +267,7 @@ class Cluster:
         """
         check_keys("", config, _CLUSTER, ("source", "fits"))
         device = config["device"]
-        check_keys("device.", device, _DEVICE)
+        check_keys("device.", device, _DEVICE, ("fp8_tflops",))
         levels = config["levels"]
         if not isinstance(levels, list) or not levels:
             raise SpecError(f"levels={levels!r}: expected a list of levels, the lowest first")
@@ -284,6 +298,9 @@ class Cluster:
                 above_zero("device.", device, "peak_tflops") * 1e12,
                 above_zero("device.", device, "memory_gb") * 1e9,
                 above_zero("device.", device, "memory_gb_per_s") * 1e9,
+                above_zero("device.", device, "fp8_tflops") * 1e12
+                if "fp8_tflops" in device
+                else None,
             ),
             levels=tuple(made),
             source=str(config.get("source", "")),
@@ -354,6 +371,7 @@ class Cluster:
                 "peak_tflops": device.flops / 1e12,
                 "memory_gb": device.memory / 1e9,
                 "memory_gb_per_s": device.memory_bandwidth / 1e9,
+                **({} if device.fp8_flops is None else {"fp8_tflops": device.fp8_flops / 1e12}),
             },
             "levels": [
                 {
@@ -427,7 +445,7 @@ def _node_size(variable: str, value: str) -> int:
 
 
 _CLUSTER = ("name", "device", "levels", "source", "fits")
-_DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s")
+_DEVICE = ("name", "peak_tflops", "memory_gb", "memory_gb_per_s", "fp8_tflops")
 _LEVEL = ("name", "size", "gb_per_s", "latency_us", "measured")
 
 CLUSTERS = Table(

@@ -50,6 +50,8 @@ def collective_time(
             f"algorithm={algorithm!r}: {collective} has {', '.join(known)}"
             f"{nearest(str(algorithm), known)}"
         )
+    if algorithm is None and not cluster.fits:
+        spread = as_fabrics(spread, cluster)
     crossed = [place for place, n in enumerate(spread) if n > 1]
     if not crossed:
         return 0.0
@@ -73,6 +75,20 @@ def collective_time(
         if any(fit.collective in used and fit.level in names for fit in cluster.fits):
             return cheapest
     return min(cheapest, *(form(size, spread, links) for form in kind.forms.values()))
+
+
+def as_fabrics(spread: Spread, cluster: Cluster) -> tuple[int, ...]:
+    """A spread in which the levels of one fabric are one.
+
+    >>> from commgrid.cost_model.cluster import CLUSTERS
+    >>> as_fabrics((4, 8, 2), CLUSTERS["gb200"])
+    (32, 1, 2)
+    """
+    found = [1] * len(spread)
+    for place, count in enumerate(spread):
+        lowest = next(low for low in range(place + 1) if cluster.fabric(low) >= place)
+        found[lowest] *= count
+    return tuple(found)
 
 
 HIERARCHICAL = "hierarchical"

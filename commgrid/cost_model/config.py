@@ -20,10 +20,28 @@ and the MLP's activation function, which cost little; `full`: the whole layer.
 ZERO_STAGES = (0, 1, 3)
 """The state to shard over data-parallel ranks: 0 none, 1 the optimizer's (Megatron's distributed
 optimizer), 3 also gradients and weights (FSDP). Stage 2 is not modelled."""
+DTYPES = ("bf16", "fp8", "mxfp8")
+"""Formats of the layers' matrix products: 16 bits, or 8 with a scale for each tensor (`fp8`) or for
+each 32 numbers (`mxfp8`). Attention, embedding and output layer stay in 16 bits."""
+KERNELS = ("eager", "compiled", "fused")
+"""Who wrote the kernels around the matrix products: PyTorch's own one after another, torch.compile,
+or a library such as TransformerEngine."""
+DISPATCHES = ("rows", "deepep")
+"""How tokens go to experts: a row for each choice, as `commgrid.expert` sends them, or to a node
+once, as DeepEP does it."""
+SCHEDULES = ("1f1b", "zb-h1")
+"""Order of a pipeline's work: 1F1B, interleaved where there are virtual stages, or ZB-H1 of Qi et
+al. 2023 (arXiv 2401.10241), whose weight gradients fill a part of the bubble."""
 HEADROOM = 0.9
 """Share of a device's memory that a job may fill; fragments and peaks need the rest."""
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 """Orders with dp or with pp next to tp and cp, which load the links differently."""
+
+
+_CHOICES = {
+    "recompute": RECOMPUTE, "dtype": DTYPES, "kernels": KERNELS, "dispatch": DISPATCHES,
+    "schedule": SCHEDULES,
+}  # fmt: skip
 
 
 class Stages(NamedTuple):
@@ -50,6 +68,10 @@ class ParallelConfig:
         dp_replicate: copies of the shards among the dp ranks, as of HSDP.
         gradient_bytes: of one gradient, as summed over data-parallel ranks.
         overlap: data-parallel communication runs behind forward and backward.
+        recompute_layers: of a stage, for which `recompute` holds; None: all.
+        tp_overlap: collectives of tp run behind the products beside them, in parts.
+        dtype, kernels, dispatch, schedule: of `DTYPES`, `KERNELS`, `DISPATCHES`, `SCHEDULES`.
+        imbalance: tokens of the fullest rank's experts, over the mean.
     """
 
     tp: int = 1
@@ -67,13 +89,23 @@ class ParallelConfig:
     dp_replicate: int = 1
     gradient_bytes: int = 4
     overlap: bool = True
+    recompute_layers: int | None = None
+    tp_overlap: bool = False
+    dtype: str = "bf16"
+    kernels: str = "fused"
+    dispatch: str = "rows"
+    schedule: str = "1f1b"
+    imbalance: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.recompute not in RECOMPUTE:
-            raise SpecError(
-                f"recompute={self.recompute!r}: expected {', '.join(RECOMPUTE)}"
-                f"{nearest(str(self.recompute), RECOMPUTE)}"
-            )
+        for key, known in _CHOICES.items():
+            if getattr(self, key) not in known:
+                raise SpecError(
+                    f"{key}={getattr(self, key)!r}: expected {', '.join(known)}"
+                    f"{nearest(str(getattr(self, key)), known)}"
+                )
+        if not self.imbalance >= 1:
+            raise SpecError(f"imbalance={self.imbalance!r}: expected a number from 1 on")
         if self.zero_stage not in ZERO_STAGES:
             raise SpecError(
                 f"zero_stage={self.zero_stage!r}: expected 0, 1 (optimizer state) or 3 (weights "
@@ -104,6 +136,10 @@ class ParallelConfig:
     def expert_shard_size(self) -> int:
         """The same for parameters of experts."""
         return max(self.edp // self.dp_replicate, 1)
+
+    def recomputed(self, layers: int) -> float:
+        """Share of a stage's layers for which `recompute` holds."""
+        return 1.0 if self.recompute_layers is None else min(self.recompute_layers / layers, 1.0)
 
     @cached_property
     def sp(self) -> int:

@@ -209,7 +209,7 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
     for name, level in spec.constraints.items():
         assert places is not None
         try:
-            place = cluster.find_level(level)
+            place = cluster.fabric(cluster.find_level(level))
         except SpecError as error:
             raise SpecError(f"within.{name}={level!r}: {error}") from error
         leaving = places.leaving(spec.definitions[name], place)
@@ -220,8 +220,9 @@ def check_within(spec: GridSpec, cluster: Cluster) -> None:
             axes = list(layout.shape)
             faster = axes[: axes.index(group.axes[0])] if len(group.axes) == 1 else []
             inner = {axis: layout.shape[axis] for axis in faster}
-            fix = _fix(spec, group.axes, len(ranks), level, unit, inner)
+            what = cluster.levels[place].name
+            fix = _fix(spec, group.axes, len(ranks), what, unit, inner)
             raise SpecError(
                 f"within.{name}={level!r}: {describe_ranks(RankTuple(ranks))}, a group of {name}, "
-                f"lie on {units} {level}s of {unit} devices; {fix}"
+                f"lie on {units} {what}s of {unit} devices; {fix}"
             )

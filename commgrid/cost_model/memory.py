@@ -79,7 +79,8 @@ def parameters_of_rank(
         ends * model.embedding_parameters / config.tp
     )
     local = model.experts / config.ep
-    return layers * local * model.expert_parameters / config.expert_tp, rest
+    routed = layers - model.dense_layers if config.pp == 1 else layers
+    return routed * local * model.expert_parameters / config.expert_tp, rest
 
 
 def fullest_parameters(model: Model, config: ParallelConfig) -> tuple[float, float]:
@@ -178,6 +179,9 @@ def _of_stage(
             Held("weights", "parameters of a layer, gathered", sum(whole.values()) / layers, WEIGHT)
         )
     layer = layer_activations(model, config)
+    if config.recomputed(layers) < 1:
+        share = config.recomputed(layers)
+        layer = share * layer + (1 - share) * layer_activations(model, config, "none")
     terms.append(Held("activations", "layers and microbatches in flight", kept, layer))
     if config.recompute == "full":
         again = layer_activations(model, config, "none")
@@ -185,7 +189,13 @@ def _of_stage(
     if output:
         tokens = config.microbatch * model.sequence / config.cp
         logits = tokens * model.vocabulary / config.tp
-        terms.append(Held("activations", "logits, in 16 bits, and in 32 for the loss", logits, 6))
+        if config.kernels == "fused":
+            terms.append(
+                Held("activations", "logits, in 16 bits, and in 32 for the loss", logits, 6)
+            )
+        else:  # PyTorch's cross entropy: a copy, its logarithm, and the copy's gradient
+            what = "logits, in 16 bits, and three times in 32 for the loss"
+            terms.append(Held("activations", what, logits, 14))
     connected = sum(NCCL_GB) / 2 * 1e9
     return Memory((
         *terms,

@@ -44,6 +44,13 @@ class Model:
         top_k: experts that a token goes through.
         expert_ffn: features inside an expert; None: `ffn`.
         shared_ffn: features of an expert that all tokens go through; 0: there is none.
+        dense_layers: how many of a model's first layers have a dense MLP of `ffn` and no experts.
+        window: tokens that a sliding window sees; 0: all before it.
+        windowed: layers with the window; None: all, where there is one.
+        q_lora_rank, kv_lora_rank, qk_rope_head_dim, v_head_dim: of multi-head latent attention, as
+            DeepSeek's config.json calls them; `head_size` is its qk_nope_head_dim. None: other
+            attention.
+        mtp_layers: of multi-token prediction, each with the output layer once more.
         source: where the numbers are from.
 
     Example:
@@ -72,16 +79,26 @@ class Model:
     top_k: int = 0
     expert_ffn: int | None = None
     shared_ffn: int = 0
+    dense_layers: int = 0
+    window: int = 0
+    windowed: int | None = None
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    mtp_layers: int = 0
     source: str = ""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "vocabulary", "sequence", "batch"):
             _check_whole(key, getattr(self, key), 1)
-        for key in ("ffn", "kv_heads", "head_size", "expert_ffn"):
+        for key in ("ffn", "kv_heads", "head_size", "expert_ffn", *_LATENT):
             if getattr(self, key) is not None:
                 _check_whole(key, getattr(self, key), 1)
-        for key in ("experts", "top_k", "shared_ffn"):
+        for key in ("experts", "top_k", "shared_ffn", "dense_layers", "window", "mtp_layers"):
             _check_whole(key, getattr(self, key), 0)
+        if self.windowed is not None:
+            _check_whole("windowed", self.windowed, 0)
         for key in ("gated", "biases", "dropout", "tied"):
             if type(getattr(self, key)) is not bool:
                 raise SpecError(f"{key}={getattr(self, key)!r}: expected true or false")
@@ -100,9 +117,21 @@ class Model:
             raise SpecError(
                 f"top_k={self.top_k}: expected a whole number from 1 to experts={self.experts}"
             )
-        if not self.experts and (self.top_k or self.expert_ffn or self.shared_ffn):
-            raise SpecError("top_k, expert_ffn and shared_ffn are of models with experts; "
-                            "give experts as well")  # fmt: skip
+        of_experts = self.top_k or self.expert_ffn or self.shared_ffn or self.dense_layers
+        if not self.experts and of_experts:
+            raise SpecError("top_k, expert_ffn, shared_ffn and dense_layers are of models with "
+                            "experts; give experts as well")  # fmt: skip
+        if self.dense_layers > self.layers or (self.windowed or 0) > self.layers:
+            raise SpecError(
+                f"dense_layers={self.dense_layers}, windowed={self.windowed}: expected at most "
+                f"the {self.layers} layers"
+            )
+        given = [key for key in _LATENT if getattr(self, key) is not None]
+        if given and len(given) < len(_LATENT):
+            raise SpecError(
+                f"{', '.join(given)}: multi-head latent attention has {', '.join(_LATENT)}; give "
+                "all of them"
+            )
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> Model:
@@ -162,9 +191,48 @@ class Model:
         return self.batch * self.sequence
 
     @cached_property
+    def attention_shapes(self) -> tuple[tuple[int, int, bool], ...]:
+        """The matrices of attention: (inputs, outputs), and whether tp cuts them.
+
+        Query, key and value in one and the output; of latent attention (DeepSeek-AI 2024, arXiv
+        2405.04434, section 2.1) what goes down to the ranks, which every rank has, and up again.
+        """
+        hidden, head = self.hidden, self.head
+        if self.q_lora_rank is None or self.kv_lora_rank is None:
+            keys = 2 * self.num_kv_heads
+            return (hidden, head * (self.heads + keys), True), (head * self.heads, hidden, True)
+        rope, value = self.qk_rope_head_dim or 0, self.value_head
+        return (
+            (hidden, self.q_lora_rank, False),
+            (self.q_lora_rank, self.heads * (head + rope), True),
+            (hidden, self.kv_lora_rank + rope, False),
+            (self.kv_lora_rank, self.heads * (head + value), True),
+            (self.heads * value, hidden, True),
+        )
+
+    @cached_property
     def attention_parameters(self) -> int:
         """Of one layer: query, key, value and output matrices."""
-        return self.hidden * self.head * (2 * self.heads + 2 * self.num_kv_heads)
+        return sum(inputs * outputs for inputs, outputs, _ in self.attention_shapes)
+
+    @cached_property
+    def key_head(self) -> int:
+        """Features of a query and a key in the scores."""
+        return self.head + (self.qk_rope_head_dim or 0)
+
+    @cached_property
+    def value_head(self) -> int:
+        """Features of a value."""
+        return self.head if self.v_head_dim is None else self.v_head_dim
+
+    @cached_property
+    def seen(self) -> float:
+        """Keys that a query sees in the mean of all layers, attention being causal."""
+        whole = self.sequence / 2
+        if not self.window:
+            return whole
+        windowed = self.layers if self.windowed is None else self.windowed
+        return whole + windowed / self.layers * (min(self.window, whole) - whole)
 
     @cached_property
     def dense_parameters(self) -> int:
@@ -198,6 +266,12 @@ class Model:
         return dense + self.experts * self.expert_parameters
 
     @cached_property
+    def first_parameters(self) -> int:
+        """Of one of the first layers, which has a dense MLP where the others have experts."""
+        mlp = self._matrices * self.hidden * self.width
+        return self.attention_parameters + mlp + self.small_parameters
+
+    @cached_property
     def embedding_parameters(self) -> int:
         """Of the embedding, or of the output layer."""
         return self.vocabulary * self.hidden
@@ -207,13 +281,15 @@ class Model:
         """Of the whole model; as Narayanan et al. 2021, equation 2, for GPT."""
         ends = self.embedding_parameters * (1 if self.tied else 2)
         positions = self.sequence * self.hidden if self.biases else 0
-        return self.layers * self.layer_parameters + ends + positions
+        first = self.dense_layers * (self.first_parameters - self.layer_parameters)
+        more = self.mtp_layers * (self.layer_parameters + 2 * self.hidden * self.hidden)
+        return self.layers * self.layer_parameters + first + more + ends + positions
 
     @cached_property
     def active_parameters(self) -> int:
         """Parameters used for one token."""
-        idle = self.layers * (self.experts - self.top_k) * self.expert_parameters
-        return self.parameters - idle
+        layers = self.layers - self.dense_layers + self.mtp_layers
+        return self.parameters - layers * (self.experts - self.top_k) * self.expert_parameters
 
     @cached_property
     def matrix_flops(self) -> float:
@@ -223,8 +299,8 @@ class Model:
 
     @cached_property
     def score_flops(self) -> float:
-        """Of one token's forward through one layer's attention to the whole sequence."""
-        return 4.0 * self.sequence * self.heads * self.head
+        """Of one token's forward through one layer's attention, as if it were not causal."""
+        return 4.0 * self.seen * self.heads * (self.key_head + self.value_head)
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -233,8 +309,8 @@ class Model:
 
         Korthikanti et al. 2022 (arXiv 2205.05198), appendix A: 72·l·h²(1 + s/6h + V/12lh) for GPT.
         """
-        layers = self.layers * (self.matrix_flops + self.score_flops)
-        return 3.0 * (layers + 2.0 * self.embedding_parameters)
+        layers = (self.layers + self.mtp_layers) * (self.matrix_flops + self.score_flops)
+        return 3.0 * (layers + 2.0 * self.embedding_parameters * (1 + self.mtp_layers))
 
     @cached_property
     def recomputed_flops_per_token(self) -> float:
@@ -249,6 +325,7 @@ class Model:
         return 3 if self.gated else 2
 
 
+_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
 _MOST = 10**12  # of anything that a model has
 
 

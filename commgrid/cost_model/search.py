@@ -21,7 +21,7 @@ from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import MOST_RANK, divisors
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
-SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute")
+SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute", "zero_stage")
 """Fields of `ParallelConfig` that a search chooses where they are not given."""
 MICROBATCHES = (1, 2, 4, 8, 16)
 LARGEST_TP = 64
@@ -90,7 +90,7 @@ def search(
         >>> from commgrid.cost_model.model import find_model
         >>> found = search(find_model("llama3-70b"), 64, CLUSTERS["h100"], tp=8)
         >>> describe(found.best[0].config)
-        'tp 8 · pp 2 · dp 4'
+        'tp 8 · dp 8'
     """
     if (order := fixed.get("order", ORDERS[0])) not in ORDERS:
         raise SpecError(
@@ -200,30 +200,38 @@ class _Search:
         """Adds a grid's best way to run a step, where it is valid and fits."""
         best: StepCost | None = None
         valid = far = False
-        small = self.state_fits(grid)
-        for ways in _ways(self.request, grid):
-            possible = [config for config in ways if self._is_valid(config)]
-            if not possible:
-                continue
-            valid = True
-            if not small:
-                break
-            if self._least(possible[0]) > FAR * self.best:
-                far = True
-                continue
-            made = [self.least_recomputed(config) for config in possible]
-            fitting = [each for each in made if each is not None]
-            for placed in self._orders(fitting) if fitting else ():
-                for config, memory in placed:
-                    cost = self._cost(config, memory)
-                    if best is None or cost.seconds < best.seconds:
-                        best = cost
+        for staged in self.zero_stages(grid):
+            small = self.state_fits(staged)
+            for ways in _ways(self.request, staged):
+                possible = [config for config in ways if self._is_valid(config)]
+                if not possible:
+                    continue
+                valid = True
+                if not small:
+                    break
+                if self._least(possible[0]) > FAR * self.best:
+                    far = True
+                    continue
+                made = [self.least_recomputed(config) for config in possible]
+                fitting = [each for each in made if each is not None]
+                for placed in self._orders(fitting) if fitting else ():
+                    for config, memory in placed:
+                        cost = self._cost(config, memory)
+                        if best is None or cost.seconds < best.seconds:
+                            best = cost
         self.grids += valid
         if best is not None:
             self.found.append(best)
             self.best = min(self.best, best.seconds)
         elif far:
             self.far += 1
+
+    def zero_stages(self, grid: ParallelConfig) -> Iterator[ParallelConfig]:
+        """A grid with what dp may shard: beside a grid that is given, that alone."""
+        copies = grid.dp * grid.cp > 1 or grid.edp > 1
+        stages = (1, 3) if copies and self.placement is None else (1,)
+        for stage in self.request.any("zero_stage", stages):
+            yield replace(grid, zero_stage=stage)
 
     def _is_valid(self, config: ParallelConfig) -> bool:
         why = config.refusal(self.request.model)
@@ -369,7 +377,7 @@ def _ways(request: _Request, grid: ParallelConfig) -> Iterator[list[ParallelConf
 def _first_fit(request: _Request) -> ParallelConfig | None:
     """Any config that is valid and fits; None where there is none."""
     searching = _Search(request, Machine(request.cluster, CALIBRATION))
-    for grid in _grids(request):
+    for grid in (staged for one in _grids(request) for staged in searching.zero_stages(one)):
         if not searching.state_fits(grid):
             continue
         for config in (config for ways in _ways(request, grid) for config in ways):
@@ -420,8 +428,6 @@ def _what_would(request: _Request) -> list[str]:
         changes[f"with --max-memory {whole / 1e9:g}, all of it,"] = replace(
             request, max_memory=whole
         )
-    if request.base.zero_stage != 3:
-        changes["with zero_stage=3"] = replace(request, fixed={**fixed, "zero_stage": 3})
     fitting = {change: _first_fit(tried) for change, tried in changes.items()}
     told = [f"{change} {describe(found)} fits" for change, found in fitting.items() if found]
     times = 2

@@ -153,6 +153,17 @@ def step_cost(
     return StepCost(model, config, cluster, job.placement, terms, memory, machine.calibration)
 
 
+def beyond(model: Model, config: ParallelConfig) -> str:
+    """Why a step is beyond what the model was calibrated on; empty: it is not."""
+    if model.window:
+        return "attention with sliding windows: published runs are slower by a third"
+    if config.cp > 1 and config.kernels != "fused":
+        return "a ring of PyTorch's own kernels: published runs are slower by up to a half"
+    if model.experts and config.ep > 1 and config.dispatch == "rows" and config.microbatch == 1:
+        return "experts that wait for the host: published runs differ by up to a third"
+    return ""
+
+
 def _terms(job: Job, layer: LayerCost) -> Iterator[Term]:
     model, config = job.model, job.config
     _, most, last = config.stage_layers(model)
@@ -171,9 +182,13 @@ def _terms(job: Job, layer: LayerCost) -> Iterator[Term]:
         yield Term("compute", f"{count:,} microbatches · output layer and loss", count, output)
     if config.pp > 1:
         mean = (model.layers * per_layer + output) / config.pp
+        what = "a stage's mean"
+        if config.schedule == "zb-h1":
+            mean -= 2 * model.layers * layer.by_weight / config.pp
+            what += " less twice its weights' gradients"
         yield Term(
             "bubble",
-            f"({config.pp} stages - 1) / {config.virtual_stages} virtual stages · a stage's mean",
+            f"({config.pp} stages - 1) / {config.virtual_stages} virtual stages · {what}",
             (config.pp - 1) / config.virtual_stages, mean,
         )  # fmt: skip
     for each in layer.collectives:
@@ -192,8 +207,8 @@ def output_time(job: Job) -> float:
     """Seconds of logits and loss of one microbatch, forward and backward."""
     vocabulary, machine = job.model.vocabulary / job.config.tp, job.machine
     shape = (job.tokens, vocabulary, job.model.hidden)
-    products = machine.gemm(*shape) + machine.gemm_backward(*shape, job.config.gradient_bytes)
-    return products + machine.bytes(job.tokens * vocabulary * 16)
+    backward = machine.gemm_backward(*shape, job.config.gradient_bytes)
+    return machine.gemm(*shape) + sum(backward) + machine.bytes(job.tokens * vocabulary * 16)
 
 
 def _send(job: Job, count: int) -> Term:
@@ -201,11 +216,11 @@ def _send(job: Job, count: int) -> Term:
     (Narayanan et al. 2021, section 4.1)."""
     config = job.config
     size = job.tokens * job.model.hidden * LINEAR_BYTES / config.tp
+    times, what = 2 * (count + config.pp - 1), f"{count:,} microbatches + {config.pp} stages - 1"
+    if config.virtual_stages > 1:  # others are sent while another virtual stage computes
+        times, what = 4 * (config.pp - 1), f"twice {config.pp} stages - 1, the others being hidden"
     return Term(
-        "pp",
-        f"there and back, ({count:,} microbatches · {config.virtual_stages} virtual stages + "
-        f"{config.pp} stages - 1)",
-        2 * (count * config.virtual_stages + config.pp - 1),
+        "pp", f"there and back, {what}", times,
         job.collective("send_recv", size, "pp"),
         "pp", "send_recv", size, config.pp, job.placement.timed("pp"),
         2 * count * config.virtual_stages,

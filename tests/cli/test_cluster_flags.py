@@ -43,16 +43,16 @@ def test_plan_says_what_each_name_crosses(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_json_has_it_where_a_cluster_is_given(capsys: pytest.CaptureFixture[str]) -> None:
-    command = "plan --tp 4 --pp 2 --ep 3 --world-size 144 --cluster gb200 --json"
+    command = "plan --tp 4 --pp 2 --ep 4 --world-size 128 --cluster gb200 --json"
     found = json.loads(said(capsys, command))
     assert Cluster.from_dict(found["cluster"]) == CLUSTERS["gb200"]
-    spec = GridSpec.build(tp=4, pp=2, ep=3).resolve(144)
+    spec = GridSpec.build(tp=4, pp=2, ep=4).resolve(128)
     crossings = find_crossings(spec, CLUSTERS["gb200"])
     assert {name: tuple(one["spread"].values()) for name, one in found["crossings"].items()} == {
         name: one.spread for name, one in crossings.items()
     }
     assert found["crossings"]["pp"] == {
-        "within": "cluster", "spread": {"node": 1, "rack": 1, "cluster": 2}, "at_once": 72,
+        "within": "cluster", "spread": {"node": 1, "rack": 1, "cluster": 2}, "at_once": 64,
         "gb_per_s": 50.0,
     }  # fmt: skip
     unknown = json.loads(said(capsys, "plan --tp 4 --world-size 8 --gpus-per-node 2 --json"))

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from commgrid.cost_model.cluster import CLUSTERS, Cluster
-from commgrid.cost_model.crossing import find_crossings
+from commgrid.cost_model.collective import COLLECTIVES, collective_time
+from commgrid.cost_model.crossing import check_within, find_crossings
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 
@@ -31,11 +32,24 @@ def test_a_node_is_the_level_of_that_name() -> None:
 
 
 def test_racks_keep_their_devices() -> None:
-    """Nodes of 8 made racks of 144."""
+    """Nodes of 8 made racks of 128."""
     wide = CLUSTERS["gb200"].with_node(8)
-    assert [level.size for level in wide.levels] == [8, 9, None]
-    with pytest.raises(SpecError, match="gpus_per_node=16: does not divide the 72 devices of a ra"):
-        CLUSTERS["gb200"].with_node(16)
+    assert [level.size for level in wide.levels] == [8, 8, None]
+    with pytest.raises(SpecError, match="gpus_per_node=24: does not divide the 64 devices of a ra"):
+        CLUSTERS["gb200"].with_node(24)
+
+
+def test_the_trays_of_a_rack_are_one_fabric() -> None:
+    """A collective over 8 trays takes as long as one in a node of 32; `within` a node as well."""
+    gb200 = CLUSTERS["gb200"]
+    node, _, cluster = gb200.levels
+    flat = replace(gb200, levels=(replace(node, size=64), cluster))
+    for collective in COLLECTIVES:
+        told = collective_time(collective, 1e8, (4, 8, 2), gb200)
+        assert told == collective_time(collective, 1e8, (32, 2), flat)
+    check_within(GridSpec.build(tp=16, within={"tp": "node"}).resolve(64), gb200)
+    with pytest.raises(SpecError, match="ranks 0-127, a group of tp, lie on 2 racks of 64 devices"):
+        check_within(GridSpec.build(tp=128, within={"tp": "node"}).resolve(128), gb200)
 
 
 def test_hosts_are_nodes() -> None:

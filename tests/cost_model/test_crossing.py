@@ -133,15 +133,15 @@ def test_groups_that_lie_alike_are_not_counted(monkeypatch: pytest.MonkeyPatch) 
         ({"ep": 4, "etp": 1, "order": "tp-cp-dp-ep-pp"}, 64, "h100", [
             "ep spans 4 nodes: each expert layer's all-to-all goes over 50 GB/s instead of 450; 4 "
             "ranks fit a node of 8 devices: put ep earlier in order"]),
-        ({"tp": 16}, 144, "gb200", [  # 72 is no multiple of 16: ranks 64 to 79 are in two racks
-            "tp spans 2 racks: each layer's all-reduce goes over 50 GB/s instead of 900; tp=16 "
-            "does not divide a rack's 72 devices; tp=12 or 18 does"]),
-        ({"tp": 16, "cp": 2}, 288, "gb200", [
-            "tp spans 2 racks: each layer's all-reduce goes over 50 GB/s instead of 900; tp=16 "
-            "does not divide a rack's 72 devices; tp=12 or 18 does",
+        ({"tp": 12}, 192, "gb200", [  # 64 is no multiple of 12: ranks 60 to 71 are in two racks
+            "tp spans 2 racks: each layer's all-reduce goes over 50 GB/s instead of 900; tp=12 "
+            "does not divide a rack's 64 devices; tp=8 or 16 does"]),
+        ({"tp": 12, "cp": 2}, 192, "gb200", [
+            "tp spans 2 racks: each layer's all-reduce goes over 50 GB/s instead of 900; tp=12 "
+            "does not divide a rack's 64 devices; tp=8 or 16 does",
             "cp spans 2 racks: each layer's exchange of keys and values goes over 50 GB/s instead "
-            "of 900; tp=16 · cp=2 does not divide a rack's 72 devices"]),
-        ({"tp": 8}, 144, "gb200", []),  # over nodes of 4, within a rack as fast
+            "of 900; tp=12 · cp=2 does not divide a rack's 64 devices"]),
+        ({"tp": 8}, 128, "gb200", []),  # over nodes of 4, within a rack as fast
         ({"tp": 16}, 64, "cpu", []),
     ],
 )  # fmt: skip

@@ -91,7 +91,10 @@ def test_yaml_comes_back(tmp_path: Path) -> None:
         ("gated: 1", "gated=1: expected true or false"),
         ("attention: flush", r"attention='flush': .*; did you mean 'flash'\?"),
         ("{experts: 4, top_k: 5}", "top_k=5: expected a whole number from 1 to experts=4"),
-        ("top_k: 2", "top_k, expert_ffn and shared_ffn are of models with experts"),
+        ("top_k: 2", "top_k, expert_ffn, shared_ffn and dense_layers are of models with experts"),
+        ("dense_layers: 2", "top_k, expert_ffn, shared_ffn and dense_layers are of models with"),
+        ("windowed: 1000", "windowed=1000: expected at most the"),
+        ("q_lora_rank: 8", "q_lora_rank: multi-head latent attention has q_lora_rank, kv_lora_"),
         ("{batch: null}", "batch=None: expected a whole number"),
     ],
 )

@@ -208,7 +208,8 @@ def test_tp_out_of_a_node_is_never_faster(seed: int) -> None:
 
 def test_experts_links_carry_what_the_time_says() -> None:
     """Each rank of a node sends a token's copies to the other nodes itself."""
-    model, config = MODELS["qwen3-235b-a22b"], ParallelConfig(tp=4, pp=8, dp=32, ep=32, etp=1)
+    model = MODELS["qwen3-235b-a22b"]
+    config = ParallelConfig(tp=4, pp=8, dp=32, ep=32, etp=1, dispatch="deepep")
     assert config.refusal(model) is None
     cost = step_cost(model, config, H100)
     assert cost.placement.spreads["ep"] == (8, 4)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
+from commgrid.cli.commands.plan_options import OF_A_STEP
 from commgrid.cli.grid_options import (
     flag_of,
     is_given,
@@ -25,7 +26,7 @@ from commgrid.cost_model.memory import MEMORY_PARTS
 from commgrid.cost_model.model import Model, find_model
 from commgrid.cost_model.placement import expert_axes, of_spec
 from commgrid.cost_model.search import AXES, Found, describe, fastest, memory_limit, search
-from commgrid.cost_model.step import StepCost, traffic
+from commgrid.cost_model.step import StepCost, beyond, traffic
 from commgrid.cost_model.why import NAMES, as_lines, limits, why, why_worse
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
@@ -40,17 +41,20 @@ _NOT_WITH_AUTO = (
 
 _SPELLED = {"yaml": "GRID.yaml", "changes": "--set"}
 _OF_A_START = ("create", "connect", "share")
-_OF_A_STEP = ("microbatch", "virtual_stages", "recompute", "zero_stage")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Of `commgrid plan` with `--model` or `--auto`."""
+def run(args: argparse.Namespace, groups: Callable[[GridSpec, Cluster], str]) -> int:
+    """Of `commgrid plan` with `--model` or `--auto`.
+
+    Args:
+        groups: text about the groups of a given grid.
+    """
     refuse_unused(args, ["backend"], "counts open files of a grid alone; leave out --model")
     model, cluster = read_job(args)
     if args.etp is not None and not model.experts:
         raise SpecError(f"--etp {args.etp}: model {model.name} has no experts; leave it out")
     max_memory = None if args.max_memory is None else args.max_memory * 1e9
-    fixed = {key: getattr(args, key) for key in _OF_A_STEP if is_given(args, key)}
+    fixed = {key: getattr(args, key) for key in OF_A_STEP if is_given(args, key)}
     if not args.auto:
         refuse_unused(args, ["top"], "goes with --auto")
         refuse_unused(args, _OF_A_START, "is about a grid's start; leave out --model")
@@ -64,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
             lambda: {**_about(model, cluster, cost.config.world_size, limit),
                      "step": step_json(cost), **_why_json(args, cost)},
             lambda: "\n".join([
-                *step_text(cost, limit), *_why_text(args, cost), *written(args.output)
+                *step_text(cost, limit), *_why_text(args, cost), "",
+                groups(spec, cluster), *written(args.output),
             ]),
         )  # fmt: skip
         return 0
@@ -191,6 +196,7 @@ def found_text(found: Found, limit: float, top: int) -> list[str]:
         f"  {several(found.grids, 'grid')} {'is' if found.grids == 1 else 'are'} valid: "
         f"{len(found.best):,} {fit} near the best, {found.far:,} take far longer, "
         f"{found.grids - len(found.best) - found.far:,} do not fit",
+        *_program(best),
         "",
         f"  {'step':>8} {'tokens/s':>12} {'MFU':>6} {'memory':>7}  grid, and how a step is run",
     ]
@@ -214,12 +220,20 @@ def spec_of(config: ParallelConfig, model: Model) -> GridSpec:
 
 def job_flags(args: argparse.Namespace) -> str:
     """The flags that say of which job a config was made."""
-    keys = ("model", "batch", "sequence", "cluster", "gpus_per_node", "zero_stage", "max_memory")
-    given = {key: getattr(args, key) for key in keys if getattr(args, key) is not None}
-    return "".join(
-        f" {flag_of(key)} {f'{value:g}' if isinstance(value, float) else shlex.quote(str(value))}"
-        for key, value in given.items()
-    )
+    told = ("microbatch", "virtual_stages", "recompute")  # by `start_lines`
+    keys = ("model", "batch", "sequence", "cluster", "gpus_per_node", *OF_A_STEP, "max_memory")
+    given = {
+        key: getattr(args, key)
+        for key in keys if key not in told and getattr(args, key) is not None
+    }  # fmt: skip
+    return "".join(_as_flag(key, value) for key, value in given.items())
+
+
+def _as_flag(key: str, value: Any) -> str:
+    flag = flag_of(key)
+    if isinstance(value, bool):
+        return f" {flag}" if value else f" --no-{flag[2:]}"
+    return f" {flag} {f'{value:g}' if isinstance(value, float) else shlex.quote(str(value))}"
 
 
 def _comment(args: argparse.Namespace, config: ParallelConfig) -> str:
@@ -248,6 +262,8 @@ def start_lines(config: ParallelConfig, job: str = "") -> list[str]:
     if order:
         flags, code = f"{flags} --order {config.order}", f"{code}, order={config.order!r}"
     way = f" --microbatch {config.microbatch} --recompute {config.recompute}" if job else ""
+    if job and config.zero_stage != 1 and "--zero-stage" not in job:
+        way += f" --zero-stage {config.zero_stage}"
     if job and config.pp > 1:
         way += f" --virtual-stages {config.virtual_stages}"
     return [
@@ -261,6 +277,7 @@ def step_text(cost: StepCost, limit: float) -> list[str]:
     lines = [
         f"{_title(cost)} on {describe(cost.config)} of {cost.cluster.name}",
         f"  {_way(cost)}",
+        *_program(cost),
         "",
         f"Step: {_time(cost.seconds)}, {cost.tokens_per_second:,.0f} tokens/s, MFU {cost.mfu:.1%}",
     ]
@@ -344,6 +361,8 @@ def _way(cost: StepCost) -> str:
     if config.pp > 1:
         told.append(f"virtual stages {config.virtual_stages}")
     told.append(f"recompute {config.recompute}")
+    if config.recompute_layers is not None:
+        told[-1] += f" of {several(config.recompute_layers, 'layer')} a stage"
     if config.zero_stage != 1:
         told.append(f"ZeRO stage {config.zero_stage}")
     if config.dp_replicate > 1:
@@ -351,6 +370,31 @@ def _way(cost: StepCost) -> str:
     if config.order != ParallelConfig().order and config.pp > 1:
         told.append(f"order {config.order}")
     return ", ".join(told)
+
+
+def _program(cost: StepCost) -> list[str]:
+    """The program that a step's time is of, and whether its like was calibrated on."""
+    config, model = cost.config, cost.model
+    told = [f"{config.dtype} products", f"{config.kernels} kernels"]
+    if config.tp > 1:
+        told.append("with" if config.sequence_parallel else "without")
+        told[-1] += " sequence parallelism"
+    if config.tp > 1 and config.tp_overlap:
+        told.append("tp behind the products")
+    if config.world_size > config.tp * config.pp:
+        told.append(f"{8 * config.gradient_bytes}-bit gradients")
+        told.append("summed behind the backward" if config.overlap else "summed after it")
+    if model.experts and config.ep > 1:
+        sent = {"rows": "a row for each choice", "deepep": "a token once to a node, as DeepEP"}
+        told.append(sent[config.dispatch])
+        if config.imbalance > 1:
+            told.append(f"the fullest rank has {config.imbalance:g} times the mean's tokens")
+    if config.pp > 1 and config.schedule != "1f1b":
+        told.append(config.schedule)
+    lines = [f"  of a program with {', '.join(told)}"]
+    if why_not := beyond(model, config):
+        lines.append(f"  beyond what is calibrated: {why_not}")
+    return lines
 
 
 def _time(seconds: float) -> str:
@@ -380,6 +424,9 @@ def step_json(cost: StepCost) -> dict[str, Any]:
         "virtual_stages": config.virtual_stages,
         "recompute": config.recompute,
         "zero_stage": config.zero_stage,
+        **{key: getattr(config, key) for key in OF_A_STEP[5:]},
+        "recompute_layers": config.recompute_layers,
+        "beyond": beyond(cost.model, config),
         # By their names until release 0.3.
         "chunks": config.virtual_stages,
         "shard": {0: "none", 1: "optimizer", 3: "weights"}[config.zero_stage],
