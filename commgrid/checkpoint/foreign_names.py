@@ -117,7 +117,7 @@ class Renamed:
         elif key.startswith(naming.prefix) and (naming.prefix or key != "step"):
             name = key.removeprefix(naming.prefix).removeprefix(".")
             self._add_parts(naming, key, name, MODEL, "")
-        else:
+        elif not key.startswith(MODEL):  # another model's, by prefix=
             self._name(key, key)
 
     def _add_group(self, naming: Naming, key: str, group: str) -> None:

@@ -40,6 +40,7 @@ from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows, refuse_l
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of
+from commgrid.resharding.layouts import counts_averages
 from commgrid.resharding.model_state import ModelState, chunks_of
 from commgrid.resharding.naming import (
     Naming,
@@ -372,12 +373,13 @@ class Loading:
                     f"of another optimizer: it has none of {', '.join(untrained[:3])}; its state "
                     "is by the names of the model's parameters"
                 )
-        if unknown and self._strict:
-            more = f" and {len(unknown) - 3} more" if len(unknown) > 3 else ""
-            trained = all(key.startswith("optimizer.") for key in unknown)
+        lost = [key for key in unknown if not counts_averages(key)]
+        if lost and self._strict:
+            more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+            trained = all(key.startswith("optimizer.") for key in lost)
             raise CheckpointError(
                 f"of another {'optimizer' if trained else 'model'}: it also has "
-                f"{', '.join(unknown[:3])}{more}, which no rank has; strict=False leaves it alone"
+                f"{', '.join(lost[:3])}{more}, which no rank has; strict=False leaves it alone"
             )
         if missing and not known & {*there}:
             names = ", ".join(key.removeprefix(MODEL) for key in there[:3])

@@ -290,6 +290,7 @@ def check_sides(source: GridLayouts, target: GridLayouts, partly: bool) -> None:
         name for name in sources.keys() - read_from
         # Of optimizers a target takes what it has a place for, and weights may come from copies.
         if not name.startswith("optimizer.") and f"optimizer.state.{name}.master" not in read_from
+        and not counts_averages(name)
     )  # fmt: skip
     if unread and not partly:
         more = f" and {len(unread) - _MOST_TOLD} more" if len(unread) > _MOST_TOLD else ""
@@ -298,3 +299,8 @@ def check_sides(source: GridLayouts, target: GridLayouts, partly: bool) -> None:
             f"{describe_ranks(source.holders(unread[0]))} of the source is on no rank of the "
             "target; say with rename= what it is called there, or with only= what is to be moved"
         )
+
+
+def counts_averages(name: str) -> bool:
+    """Whether a tensor is the counter of torch's AveragedModel, and none of the model in it."""
+    return name.rpartition(".")[2] == "n_averaged"

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import commgrid
 from commgrid import checkpoint
@@ -18,6 +19,7 @@ from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.replicas import Copy, differing
 from commgrid.testing import run_on_ranks
+from commgrid.transfer import Transfer
 
 
 @pytest.fixture
@@ -146,3 +148,48 @@ def shapes_that_differ() -> list[str | None]:
 def test_tensors_of_other_shapes_or_types_are_no_copies() -> None:
     told = "x differs between rank 0 and rank 1 of group 'dp'"
     assert run_on_ranks(shapes_that_differ, 2) == [[None, told, told]] * 2
+
+
+def averaged() -> AveragedModel:
+    """An average of models, which is in a module of its own."""
+    torch.manual_seed(0)
+    average = AveragedModel(nn.Sequential(nn.Linear(2, 2)))
+    for _ in range(2):
+        average.update_parameters(nn.Sequential(nn.Linear(2, 2)))
+    return average
+
+
+@pytest.mark.parametrize(
+    "how", [{"prefix": "model.module."}, {"rename": lambda name: name.removeprefix("module.")}]
+)
+def test_an_average_goes_into_the_plain_model(how: Any, grid: Any, tmp_path: Path) -> None:
+    average, plain = averaged(), nn.Sequential(nn.Linear(2, 2))
+    save(tmp_path, 1, average)
+    load(tmp_path, plain, **how)
+    assert torch.equal(plain[0].weight, average.module[0].weight)
+    again = averaged()
+    again.n_averaged.fill_(7)
+    load(tmp_path, again)  # which counts on
+    assert int(again.n_averaged) == 2
+
+
+def test_an_average_is_transferred_to_the_plain_model(grid: Any) -> None:
+    average, plain = averaged(), nn.Sequential(nn.Linear(2, 2))
+    sides = {"source_grid": grid, "target_grid": grid, "timeout": 60}
+    Transfer(average, plain, **sides, rename=lambda name: name.removeprefix("module.")).run()
+    assert torch.equal(plain[0].weight, average.module[0].weight)
+    average.register_buffer("scale", torch.ones(()))
+    with pytest.raises(commgrid.TransferError, match=r"scale on rank 0 of the source is on no"):
+        Transfer(average, plain, **sides, rename=lambda name: name.removeprefix("module.")).run()
+
+
+def test_one_of_two_models_is_named_by_its_prefix(grid: Any, tmp_path: Path) -> None:
+    """A file with a model and its average, under names that are alike without prefix."""
+    model, average = nn.Linear(2, 2), nn.Linear(2, 2)
+    dcp.save({"model": model.state_dict(), "ema": average.state_dict()}, checkpoint_id=tmp_path)
+    for prefix, right in (("ema.", average), ("model.", model)):
+        loaded = nn.Linear(2, 2)
+        load(tmp_path, loaded, prefix=prefix)
+        assert torch.equal(loaded.weight, right.weight), prefix
+    with pytest.raises(CheckpointError, match=r"of another model: it also has model.bias"):
+        load(tmp_path, nn.Linear(2, 2, bias=False), prefix="ema.")
