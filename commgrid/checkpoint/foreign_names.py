@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -89,9 +89,11 @@ class Renamed:
         for key, stored in list(self._stored.items()) if ties else ():
             for twin in twins(key, ties):
                 self._stored.setdefault(twin, stored)
-        self.keys: Mapping[str, Any] = {
+        keys = {
             name: self._part(name, source.keys[stored]) for name, stored in self._stored.items()
         }
+        self._padded = dict(_without_padding(keys, naming.padded))
+        self.keys: Mapping[str, Any] = keys | self._padded
 
     def _part(self, name: str, stored: Any) -> Any:
         """Torch's metadata of what is stored, or of a part of it."""
@@ -198,7 +200,22 @@ class Renamed:
     def _asked(self, item: Item | Value) -> Item | Value:
         """What is to be read of the source, into the same memory."""
         asked = replace(item, path=(self._stored[item.key],))
+        if isinstance(asked, Item) and item.key in self._padded:
+            return replace(asked, shape=tuple(self._source.keys[self._stored[item.key]].size))
         if not isinstance(asked, Item) or item.key not in self._parts:
             return asked
         cut, part = self._parts[item.key]
         return replace(asked, shape=cut.shape, chunks=cut.whole(part, asked.chunks))
+
+
+def _without_padding(
+    keys: Mapping[str, Any], padded: Mapping[str, int]
+) -> Iterator[tuple[str, TensorStorageMetadata]]:
+    """Metadata of padded parameters, and of their optimizer state, as if they had no padding."""
+    for name, rows in padded.items():
+        size = getattr(keys.get(MODEL + name), "size", ())
+        for key, stored in keys.items() if size and size[0] > rows else ():
+            ours = key == MODEL + name or key.startswith(f"{_STATE}{name}.")
+            if ours and getattr(stored, "size", None) == size:
+                true = torch.Size((rows, *size[1:]))
+                yield key, TensorStorageMetadata(stored.properties, true, [])

@@ -30,7 +30,7 @@ from commgrid.checkpoint.agreement import (
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.foreign_names import MODEL, Renamed, Source
 from commgrid.checkpoint.reader import Stored
-from commgrid.checkpoint.safetensors import Safetensors, is_folder_of_them
+from commgrid.checkpoint.safetensors import Safetensors, has_scales, is_folder_of_them
 from commgrid.checkpoint.trust import Unread
 from commgrid.checkpoint.values import extras_in, is_same_layout, offered
 from commgrid.checkpoint.writer import Report
@@ -41,7 +41,7 @@ from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.layouts import counts_averages
-from commgrid.resharding.model_state import ModelState, chunks_of
+from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import (
     Naming,
     Rename,
@@ -102,6 +102,7 @@ def load(
     step: int | None = None,
     prefix: str = MODEL,
     rename: Rename | None = None,
+    padded: Mapping[str, int] | None = None,
     strict: bool = True,
     trusted: bool = False,
     progress: Progress = True,
@@ -126,6 +127,8 @@ def load(
             `state_dict()` that was saved by itself, and of most safetensors files.
         rename: what follows the prefix to the model's names: a mapping, in which names that stay
             may be left out, or a function, which returns None for what is to be left out.
+        padded: by the model's names, how many entries along dim 0 are no padding, such as rows of a
+            vocabulary, where model or checkpoint has more; the model's padding becomes zero.
         strict: False: tensors of the model that the checkpoint has not keep their numbers, and what
             only the checkpoint has is left alone; both are returned. One must be in both.
         trusted: False: nothing in it runs code: tensors and plain values load, and what torch's
@@ -143,7 +146,7 @@ def load(
     """
     grid = grid or get_grid()
     group = everyone(grid)
-    naming = Naming(prefix, rename)
+    naming = Naming(prefix, rename, padded)
 
     def source(path: Path) -> Source:
         if is_folder_of_them(path):
@@ -219,12 +222,6 @@ def _found(folder: Path, step: int | None, trusted: bool) -> tuple[int | None, P
     return chosen, path
 
 
-def has_scales(model: Model) -> bool:
-    """Whether a model has weights of eight bits and less, and so their scales, itself."""
-    tensors = (t for chunk in chunks_of(model) for t in (*chunk.parameters(), *chunk.buffers()))
-    return any(t.is_floating_point() and t.itemsize < 2 for t in tensors)
-
-
 class Loading:
     """One rank's part in loading a checkpoint.
 
@@ -255,7 +252,7 @@ class Loading:
 
     def look(self) -> tuple[SharedNames, list[set[str]]]:
         """List the model's tensors; return the names of tied ones."""
-        self._model = ModelState(self._given[0], self._grid)
+        self._model = ModelState(self._given[0], self._grid, rows=self._naming.padded.get)
         items = self._model.items(self._turns)
         self._live = [part for item in items for part in self._parts_of(item)]
         cut = [[self._naming.target(name).names for name in tied] for tied in self._model.aliases]
@@ -361,6 +358,7 @@ class Loading:
             name.removeprefix(MODEL)
             for name in dict.fromkeys(name for names in told for name in names.missing)
         ]
+        self._naming.check_padded([name.removeprefix(MODEL) for name in known])
         there = [key for key in self._stored.keys if key.startswith(MODEL)]
         unknown = [key for key in there if key not in known]
         if self._optimizer is not None:
@@ -418,6 +416,7 @@ class Loading:
     def take(self) -> None:
         """Puts everything in place; first what modules might refuse."""
         self._model.set_values(self._values)
+        self._model.clear_padding({live.path[-1] for live in self._live})
         for live, staged in zip(self._live, self._staged, strict=True):
             if isinstance(live, Item) and isinstance(staged, Item):
                 live.take(staged)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
@@ -28,9 +28,16 @@ from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.item import Item, Value, whole
+from commgrid.resharding.model_state import chunks_of
 from commgrid.resharding.naming import Naming, Rename
 
 SUFFIX = ".safetensors"
+
+
+def has_scales(model: nn.Module | Sequence[nn.Module]) -> bool:
+    """Whether a model has weights of eight bits and less, and so their scales, itself."""
+    tensors = (t for chunk in chunks_of(model) for t in (*chunk.parameters(), *chunk.buffers()))
+    return any(t.is_floating_point() and t.itemsize < 2 for t in tensors)
 
 
 def is_folder_of_them(folder: Path) -> bool:

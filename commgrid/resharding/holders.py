@@ -20,7 +20,15 @@ from commgrid.equality.values import tensors_in
 from commgrid.errors import SpecError
 from commgrid.parameters import Placement, layout_of
 from commgrid.parameters.foreign import ForeignCut
-from commgrid.resharding.item import Chunk, HeldBoxes, Item, Path, held_boxes, local_part
+from commgrid.resharding.item import (
+    Chunk,
+    HeldBoxes,
+    Item,
+    Path,
+    held_boxes,
+    local_part,
+    true_shape,
+)
 from commgrid.resharding.naming import refuse_further_state
 from commgrid.runtime.grid import HyperCommGrid
 
@@ -128,6 +136,7 @@ def saved_parameter(
     grid: HyperCommGrid,
     cut_over: str | None = None,
     foreign: ForeignCut | None = None,
+    rows: int | None = None,
 ) -> SavedParameter:
     """The boxes of a parameter that this rank holds, and where copies of them are.
 
@@ -136,16 +145,18 @@ def saved_parameter(
         grid: with the axes that cut it.
         cut_over: the group over which a sharded optimizer has cut it further.
         foreign: how another library's layer has cut it; its copies are not known then.
+        rows: how many entries along dim 0 are no padding; None: all.
 
     Raises:
         SpecError: slices over a group that is not one of the grid's, or of another region.
     """
     boxes = held_boxes(placement, foreign)
+    shape = boxes.shape if rows is None else true_shape(placement.name, boxes.shape, rows)
     layout = layout_of(placement, grid, _cut_further(placement, cut_over))
     _check_experts(placement, grid)
     is_owner = placement.shared is None or placement.shared.rank == 0
     return SavedParameter(
-        boxes.shape, boxes.held, boxes.boxes, placement.name,
+        shape, boxes.held, boxes.boxes, placement.name,
         layout.copied_axes, layout.own_axes, is_owner,
     )  # fmt: skip
 

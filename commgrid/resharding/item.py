@@ -106,6 +106,13 @@ class Item:
 
         return replace(self, shape=(count, *each), chunks=made), merge
 
+    def without_padding(self, rows: int) -> Item:
+        """The first entries along dim 0 alone."""
+        shape = true_shape(self.path[-1], self.shape, rows)
+        kept = [(c, min(max(rows - c.offset[0], 0), c.data.shape[0])) for c in self.chunks]
+        chunks = [Chunk(c.offset, c.data.narrow(0, 0, count)) for c, count in kept if count]
+        return replace(self, shape=shape, chunks=chunks)
+
     def staged(self, dtype: torch.dtype | None = None) -> Item:
         """The same boxes with memory of their own, on the CPU, to be read into."""
         chunks = [
@@ -280,6 +287,23 @@ def held_boxes(placement: Placement, foreign: ForeignCut | None = None) -> HeldB
         offset[dim] += group.rank * parameter.shape[dim]
     whole = (0,) * len(held), held
     return HeldBoxes(placement.shape, held, ((whole, tuple(offset)),))
+
+
+def true_shape(name: str, shape: Shape, rows: int) -> Shape:
+    """A tensor's shape without its padding.
+
+    Args:
+        rows: how many entries along dim 0 are no padding.
+
+    Raises:
+        SpecError: it has fewer.
+    """
+    if not shape or shape[0] < rows:
+        raise SpecError(
+            f"padded= has {rows} for {name}, which has shape {tuple(shape)}; expected how many of "
+            "its entries along dim 0 are no padding"
+        )
+    return (rows, *shape[1:])
 
 
 def refuse_partial(name: str, tensor: DTensor) -> None:

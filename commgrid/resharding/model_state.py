@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import nn
@@ -18,7 +19,7 @@ from commgrid.parameters.layout import axes_in_use
 from commgrid.parameters.placement import BufferPlacement, buffer_placements
 from commgrid.planning.region import AXES
 from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
-from commgrid.resharding.item import Item, Own, Value, key_of
+from commgrid.resharding.item import Item, Own, Value, key_of, local_part
 from commgrid.runtime.grid import HyperCommGrid
 
 _EXTRA = "_extra_state"
@@ -34,6 +35,7 @@ class ModelState:
         grid: where it lies.
         foreign: whether it may have parameters that another library's layers have cut, where these
             say how.
+        rows: how many entries along dim 0 of a tensor are no padding, by its name; None: all.
 
     Raises:
         SpecError: two chunks have different parameters of one name, or a parameter is sliced over
@@ -45,8 +47,9 @@ class ModelState:
         model: nn.Module | Sequence[nn.Module],
         grid: HyperCommGrid,
         foreign: bool = False,
+        rows: Callable[[str], int | None] = lambda _: None,
     ) -> None:
-        self.grid = grid
+        self.grid, self._rows = grid, rows
         self._cuts: dict[int, ForeignCut] = {}
         self.chunks = chunks_of(model)
         self._by_fsdp: list[FSDPModule] = []
@@ -124,7 +127,19 @@ class ModelState:
     def box_of(self, placement: Placement, cut_over: str | None) -> SavedParameter:
         """This rank's boxes of a parameter, which a sharded optimizer may have cut further."""
         foreign = self._cuts.get(id(placement.parameter))
-        return saved_parameter(placement, self.grid, cut_over, foreign)
+        rows = self._rows(placement.name)
+        return saved_parameter(placement, self.grid, cut_over, foreign, rows)
+
+    def clear_padding(self, names: Container[str]) -> None:
+        """Make those of its tensors zero of which not all entries are numbers.
+
+        Args:
+            names: of the tensors that get new numbers.
+        """
+        tensors = {name: each.parameter for name, each in self.placements.items()}
+        for name, tensor in chain(tensors.items(), ((n, b.buffer) for n, b in self._buffers())):
+            if name in names and self._rows(name) is not None:
+                local_part(tensor).zero_()
 
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every parameter, persistent buffer and extra state."""
@@ -140,7 +155,7 @@ class ModelState:
             )  # fmt: skip
         seen: set[str] = set()
         for name, one in self._buffers():
-            box = saved_parameter(replace(one, name=name), self.grid)
+            box = self.box_of(replace(one, name=name), None)
             chunks = box.chunks(one.parameter)
             size = sum(chunk.data.nbytes for chunk in chunks)
             mine = turns.is_mine(box.copies, size) and name not in seen

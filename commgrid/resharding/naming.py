@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commgrid.errors import SpecError
+from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Shape
 from commgrid.resharding.item import Item, Path, Value
 from commgrid.resharding.name_tables.parts import TensorParts
@@ -29,12 +30,15 @@ class Naming:
     Args:
         prefix: what a checkpoint's names of the model's tensors begin with.
         rename: what follows it to the model's names.
+        padded: by the model's names, how many entries along dim 0 are no padding.
 
     Raises:
         SpecError: values of other types.
     """
 
-    def __init__(self, prefix: str, rename: Rename | None) -> None:
+    def __init__(
+        self, prefix: str, rename: Rename | None, padded: Mapping[str, int] | None = None
+    ) -> None:
         if not isinstance(prefix, str):
             raise SpecError(f"prefix={prefix!r}: expected a text, as 'model.' or ''")
         self.prefix = prefix
@@ -49,6 +53,36 @@ class Naming:
                 f"rename={rename!r}: expected a mapping of names, a function, or "
                 "commgrid.transfer.mapping(…)"
             )
+
+        self.padded = padded or {}
+        if not isinstance(self.padded, Mapping) or not all(
+            isinstance(name, str) and type(rows) is int and rows > 0
+            for name, rows in self.padded.items()
+        ):
+            raise SpecError(
+                f"padded={padded!r}: expected the model's names, each with how many entries along "
+                "dim 0 are no padding, as {'embedding.weight': 128256}"
+            )
+        if self._table is not None and self.padded:
+            raise SpecError("padded= does not go with a table as rename=; say it there with rows:")
+
+    def rows_of_source(self, name: str) -> int | None:
+        """How many entries of another's tensor are no padding; None: all."""
+        own = self.source(name).names if self.padded else ()
+        return next((self.padded[each] for each in own if each in self.padded), None)
+
+    def check_padded(self, names: Collection[str]) -> None:
+        """Refuse names in `padded` that no tensor of the model has.
+
+        Args:
+            names: the model's, of all ranks.
+        """
+        for name in self.padded:
+            if name not in names:
+                raise SpecError(
+                    f"padded= has {name!r}, which is no tensor of the model"
+                    f"{nearest(name, names)}; give the model's names"
+                )
 
     @property
     def cuts_target(self) -> bool:

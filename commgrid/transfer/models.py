@@ -23,6 +23,7 @@ from commgrid.runtime.registry import get_grid
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.world import is_store
 
+Rows = Callable[[str], int | None]
 Only = Iterable[str] | Callable[[str], bool]
 
 
@@ -67,17 +68,30 @@ class Names:
         rename: the source's names to the target's; names that are not in it stay.
         only: patterns of the target's names, as `blocks.*`, or a function of one; None: all.
 
+        padded: by the target's names, how many entries along dim 0 are no padding.
+
     Raises:
         SpecError: something else.
     """
 
-    def __init__(self, rename: Rename | None, only: Only | None) -> None:
+    def __init__(
+        self, rename: Rename | None, only: Only | None, padded: Mapping[str, int] | None = None
+    ) -> None:
         if isinstance(only, str):
             only = [only]
-        self._naming = Naming("", rename)
+        self._naming = Naming("", rename, padded)
         self._only = only if only is None or callable(only) else list(only)
         if isinstance(self._only, list) and not all(isinstance(p, str) for p in self._only):
             raise SpecError(f"only={self._only!r}: expected patterns of names, or a function")
+
+    def rows_of(self, side: str) -> Rows:
+        """The function that says how many entries of a side's tensor are no padding."""
+        return self._naming.padded.get if side == "target" else self._naming.rows_of_source
+
+    @property
+    def padded(self) -> list[str]:
+        """The target's tensors that are moved and may have padding."""
+        return [name for name in self._naming.padded if self.has(name)]
 
     @property
     def is_partial(self) -> bool:
@@ -94,6 +108,7 @@ class Names:
             SpecError: names the pattern.
         """
         names = [name for part in names for name in self._naming.on_target(part)]
+        self._naming.check_padded(names)
         for pattern in self._only if isinstance(self._only, list) else ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise SpecError(
@@ -145,7 +160,7 @@ def tensors_of(model: Model) -> list[Any]:
             (name, *_trace_of(each.tensor), tuple(each.shape), tuple(each.offset))
             if isinstance(each, Part) else (name, *_trace_of(each))
             for name, given in model.items()
-            for each in _several(given)
+            for each in several(given)
         ]  # fmt: skip
     roots = [model] if isinstance(model, nn.Module) else model
     kinds = nn.Module.named_parameters, nn.Module.named_buffers  # which attributes may hide
@@ -162,16 +177,25 @@ def _trace_of(tensor: Any) -> tuple[Any, ...]:
     return id(tensor), local.data_ptr(), local.shape, local.stride(), local.dtype
 
 
-def mapped_items(tensors: Mapping[str, Tensor | Part | Sequence[Part]]) -> list[Item]:
+def mapped_items(
+    tensors: Mapping[str, Tensor | Part | Sequence[Part]], rows: Rows = lambda _: None
+) -> list[Item]:
     """The tensors of a mapping.
+
+    Args:
+        rows: as `ModelState` takes it.
 
     Raises:
         SpecError: something in it is no tensor, or has no numbers.
     """
-    return [_mapped(name, each) for name, given in tensors.items() for each in _several(given)]
+    items = (_mapped(name, each) for name, given in tensors.items() for each in several(given))
+    return [
+        item if (true := rows(item.path[-1])) is None else item.without_padding(true)
+        for item in items
+    ]
 
 
-def _several(given: Any) -> Sequence[Any]:
+def several(given: Any) -> Sequence[Any]:
     """The parts of a name; what is no list of parts is one by itself."""
     return given if isinstance(given, list | tuple) else (given,)
 

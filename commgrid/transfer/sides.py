@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from commgrid.checkpoint.copies import compare_members
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.holders import Turns
-from commgrid.resharding.item import Item, Value, key_of
+from commgrid.resharding.item import Item, Value, key_of, local_part
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory
 from commgrid.resharding.model_state import ModelState
@@ -28,7 +28,7 @@ from commgrid.resharding.naming import copy_of, not_taken
 from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.transfer.conversion import Convert
-from commgrid.transfer.models import Model, Names, mapped_items, tensors_of
+from commgrid.transfer.models import Model, Names, Part, Rows, mapped_items, several, tensors_of
 from commgrid.transfer.sent_boxes import SentBoxes, ToldSent
 from commgrid.transfer.shared_boxes import SharedBoxes
 
@@ -85,7 +85,7 @@ class OneSide(ABC):
         self._seen, self.held = [], LocalBoxes()
         if self.model is None:
             return self.held
-        items, self._state = _items_of(self.model, self.grid)
+        items, self._state = _items_of(self.model, self.grid, self.names.rows_of(self.what))
         self._fill(self.held, items, self.grid)
         self._seen = tensors_of(self.model)
         return self.held
@@ -344,6 +344,15 @@ class TargetSide(OneSide):
                 )
             self._optimizer_state.check_options(values)
 
+    def clear_padding(self) -> None:
+        """Make tensors zero that have padding, before they get new numbers."""
+        if self._state is not None:
+            self._state.clear_padding(self.names.padded)
+        elif isinstance(self.model, Mapping):
+            for name in self.names.padded:
+                for each in several(self.model.get(name, ())):
+                    local_part(each.tensor if isinstance(each, Part) else each).zero_()
+
     def finish(self, values: Mapping[str, Any]) -> None:
         """Puts optimizer state in place; or tells optimizers that there are new weights."""
         for merge in self._merges:
@@ -420,16 +429,18 @@ def _refuse_overlaps(held: LocalBoxes) -> None:
         )
 
 
-def _items_of(model: Model, grid: HyperCommGrid) -> tuple[list[Item], ModelState | None]:
+def _items_of(
+    model: Model, grid: HyperCommGrid, rows: Rows
+) -> tuple[list[Item], ModelState | None]:
     """The tensors of a model, and what else is known of it; of a mapping nothing is."""
     if isinstance(model, Mapping):
-        return mapped_items(model), None
+        return mapped_items(model, rows), None
     if not isinstance(model, nn.Module | Sequence):
         raise SpecError(
             f"a {type(model).__name__} as a model: expected a module, a list of a stage's chunks, "
             "or a mapping of names to tensors, such as dict(…)"
         )
-    state = ModelState(model, grid, foreign=True)
+    state = ModelState(model, grid, foreign=True, rows=rows)
     return [item for item in state.items(Turns(grid)) if isinstance(item, Item)], state
 
 

@@ -74,6 +74,8 @@ class Transfer:
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;
             "any" sends one of them without comparing. Of mappings those are copies that are
             the same box of a name, so that a slice given as a whole tensor is refused.
+        padded: by the target's names, how many entries along dim 0 are no padding, such as rows of
+            a vocabulary, where one side has more; the target's padding becomes zero.
         convert: converts tensors on their way out of the source, in every run: a function of the
             target's name and a whole tensor; a `Convert`, as `Fp8Blocks`, which says in which
             blocks it computes; or several, of which the first that converts a tensor is used. All
@@ -124,6 +126,7 @@ class Transfer:
         optimizer: OfBoth | None = None,
         rename: Rename | None = None,
         only: Only | None = None,
+        padded: Mapping[str, int] | None = None,
         convert: Conversion | None = None,
         copies: str = "compare",
         max_bytes: int = 1 << 28,
@@ -146,7 +149,7 @@ class Transfer:
         self._name, self._legend = name, ""
         self._blocks: TransferPlan | None = None
         self._nothing = LocalBoxes()
-        self._names = Names(rename, only)
+        self._names = Names(rename, only, padded)
         ours, theirs = optimizers_of(optimizer, rename=rename, only=only, convert=convert)
         self._source = SourceSide(
             source, self._grids.get("source"), ours, self._names, conversions(convert), max_bytes
@@ -289,6 +292,7 @@ class Transfer:
             self._check_numbers()
             values = self._exchange_values()
             consequence = _UNUSABLE
+            self._target.clear_padding()
             held = self._source.sending or self._nothing, self._target.held or self._nothing
             self._carriage.carry(self.plan, *held)
             if verify:
