@@ -30,15 +30,16 @@ class World:
         name: `trainer`, which has the source, or `engine`.
         port: of the store where both meet, which the trainer's rank 0 serves.
         tp: ranks of the program, over which the model is cut.
-        host: serves the store in place of the trainer's rank 0; None: that one does.
+        how: further arguments of its grid.
     """
 
-    def __init__(self, name: str, port: int, tp: int, served: bool = False) -> None:
-        self.name, self.grid = name, commgrid.initialize(tp=tp)
-        self.rank = self.grid.rank
-        serves = not served and name == "trainer" and self.rank == 0
+    def __init__(self, name: str, port: int, tp: int, **how: Any) -> None:
+        self.name, self.grid = name, commgrid.initialize(tp=tp, **how)
+        self.rank = dist.get_rank()
+        serves = name == "trainer" and self.rank == 0
         self.store = dist.TCPStore("127.0.0.1", port, is_master=serves, wait_for_workers=False)
-        self.model = ColumnParallelLinear(COLUMNS, ROWS)
+        if self.grid is not None:
+            self.model = ColumnParallelLinear(COLUMNS, ROWS)
 
     def meet(self, model: nn.Module | None = None, **how: Any) -> Transfer:
         """The transfer of this program's side."""
@@ -65,23 +66,25 @@ class World:
         """Whether this rank's model is a version's."""
         return torch.equal(self.model.weight, self.slice(version))
 
-    def leave(self) -> None:
-        """End once both programs are done; the store's server last."""
-        commgrid.shutdown()
 
-
-def _run(program: Program, name: str, port: int, tp: int, *args: Any) -> Any:
+def _run(program: Program, name: str, port: int, tp: int, grid: Any, *args: Any) -> Any:
     torch.set_num_threads(1)
-    return program(World(name, port, tp), *args)
+    return program(World(name, port, tp, **grid), *args)
 
 
 @contextmanager
 def started(
-    program: Program, name: str, tp: int, port: int, *args: Any, **how: Any
-) -> Iterator[Ranks]:
-    """The ranks of one program, started as torchrun starts them."""
-    given = (program, name, port, tp, *args)
-    with Ranks(_run, tp, *given, backend=None, launcher="torchrun", **how) as ranks:
+    program: Program, name: str, tp: int, port: int, *args: Any, grid: Any = None,
+    ranks: int = 0, **how: Any
+) -> Iterator[Ranks]:  # fmt: skip
+    """The ranks of one program, started as torchrun starts them.
+
+    Args:
+        grid: further arguments of their grid.
+        ranks: how many there are; 0: `tp`.
+    """
+    given = (program, name, port, tp, grid or {}, *args)
+    with Ranks(_run, ranks or tp, *given, backend=None, launcher="torchrun", **how) as ranks:
         yield ranks
 
 

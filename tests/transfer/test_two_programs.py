@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
+import commgrid
 from commgrid.launching.process import free_port
 from tests.transfer.programs import PEERS, World, both, said, started
 
@@ -41,6 +43,39 @@ def test_programs_with_equal_ranks_are_not_confused(sizes: tuple[int, int]) -> N
         assert [each["own"] for each in found] == [sum(range(size))] * size
         assert all(each["plan"] == trainers[0]["plan"] for each in found)
     assert sorted(trainers[0]["plan"]) == list(range(sizes[0]))
+
+
+def records(world: World) -> list[tuple[str, tuple[int, ...]]]:
+    """The recorded calls, of a program's own and of those with the other one."""
+    commgrid.trace.start()
+    moves(world)
+    calls = commgrid.trace.recorded().calls
+    commgrid.trace.stop()
+    return [(call.operation, call.group.ranks) for call in calls]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("verify", [None, "order"])
+def test_records_name_no_rank_of_another_program(verify: str | None) -> None:
+    for found in both(records, records, (2, 3), grid={"verify": verify}):
+        own = tuple(range(len(found)))
+        assert found == [[("all_reduce", own)]] * len(found)
+
+
+def looks_up(world: World) -> bool:
+    """Whether torch has a group of ranks 0 and 1, as DTensor looks for one, beside one of both."""
+    transfer = world.meet() if world.grid is not None else None
+    found = c10d._find_pg_by_ranks_and_tag("", [0, 1])
+    if transfer is not None:
+        assert dist.get_process_group_ranks(transfer._group) == [0, 1]
+        transfer.close()
+    return found is not None
+
+
+@pytest.mark.full
+def test_torch_finds_no_group_of_both_programs_by_its_ranks() -> None:
+    for found in both(looks_up, looks_up, (1, 1), grid={"ranks": [0]}, ranks=3):
+        assert found == [False] * 3
 
 
 def meets_again(world: World) -> int:
