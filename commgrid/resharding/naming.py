@@ -89,6 +89,11 @@ class Naming:
         """Whether the model's tensors have parts."""
         return self._table is not None and bool(self._table.target.rows)
 
+    @property
+    def cuts_source_alone(self) -> bool:
+        """Whether others' tensors have parts, whose names on the target are not known here."""
+        return self._table is not None and not self._table.target.rows
+
     def source(self, name: str, shape: Shape = ()) -> TensorParts:
         """A tensor under the model's names, or its parts under the common ones.
 

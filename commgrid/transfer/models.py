@@ -133,8 +133,10 @@ class Names:
         return _held(item, self._naming.target(item.path[-1], item.shape).items(item))
 
     def takes(self, part: str) -> bool:
-        """Whether a tensor of the target has this, and is moved."""
-        return self._only is None or any(map(self.has, self._naming.on_target(part)))
+        """Whether a tensor of the target may have this, and is moved."""
+        if self._only is None or self._naming.cuts_source_alone:
+            return True
+        return any(map(self.has, self._naming.on_target(part)))
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name on the target is moved."""

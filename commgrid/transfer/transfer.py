@@ -221,7 +221,7 @@ class Transfer:
     def _planned(self, hosts: Mapping[int, str], partly: bool) -> str:
         """Makes the plan; its digest."""
         refuse_shared_memory(self._source.held, self._target.held)
-        if self._target_side.forms:
+        if self._target_side.forms and self._target.grid is not None:
             self._names.check_used(self._target_side.forms)
         check_groups(self._sent.groups, self._target_side.forms)
         self.plan = TransferPlan(self._sent.side, self._target_side, hosts, partly=partly)

@@ -155,6 +155,7 @@ def test_a_tensor_of_this_model_is_taken(name: str, shape: tuple[int, ...]) -> N
         ({"table": {"a": {"x.{n}": "y"}}, "source": "a"},
          "x.{n}.parts: y has other places than the row's name and index, which have {n}"),
         ({"table": {"a": ["x"]}, "source": "a"}, "a=['x']: expected a mapping of names"),
+        ({"table": "llama", "config": "8b"}, "config='8b': expected a mapping of words"),
         ({"table": "nowhere.yaml"}, "nowhere.yaml: there is no such file"),
     ],
 )  # fmt: skip

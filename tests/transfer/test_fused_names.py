@@ -177,6 +177,40 @@ def test_fsdp_shards_of_a_fused_weight() -> None:
         assert "k.weight, of which ranks 0-3 hold [3, 3] at [0, 0], differs between" in told
 
 
+def own_side_alone(pattern: str) -> str:
+    """Each rank knows one side's names: rank 0 the trainer's, rank 1 the engine's."""
+    commgrid.join()
+    if dist.get_rank() == 0:
+        grid = commgrid.initialize(ranks=[0], dp=1, name="trainer")
+        held = {QKV: megatron_slices(0, 1, 0)[QKV], f"{LAYER}input_layernorm.weight": numbers(6)}
+        names = mapping("llama", source="megatron", config=CONFIG)
+        sides: dict[str, Any] = {"source": held, "target": None, "source_grid": grid}
+    else:
+        grid = commgrid.initialize(ranks=[1], dp=1, name="engine")
+        name = f"{ATTN}qkv_proj.weight"
+        served = {name: torch.zeros_like(engine_slices(0, 1, 0)[name])}
+        names = mapping("llama", target="vllm", config=CONFIG)
+        sides = {"source": None, "target": served, "target_grid": grid}
+    told = ""
+    try:
+        Transfer(**sides, rename=names, only=[pattern]).run()
+        if dist.get_rank() == 1:
+            assert torch.equal(served[name], engine_slices(0, 1, 0)[name])
+    except CommGridError as error:
+        told = str(error)
+    commgrid.shutdown()
+    return told
+
+
+@pytest.mark.parametrize("pattern", ["*.qkv_proj.*", "*.q_proj.*"])
+def test_each_side_may_know_its_own_names_alone(pattern: str) -> None:
+    for told in run_on_ranks(own_side_alone, 2, pattern, check=False):
+        if "qkv" in pattern:
+            assert told == ""
+        else:
+            assert "the target has no tensors" in told
+
+
 def legacy_experts() -> list[Any]:
     """Megatron's stacked experts, whose last dims are exchanged, from copies to halves."""
     grid = commgrid.initialize(tp=2)

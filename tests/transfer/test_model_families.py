@@ -61,7 +61,7 @@ def logits(model: Any) -> Tensor:
 
 
 def tables(family: str, model: Any, **sides: Any) -> Any:
-    return mapping(family.split()[-1], config=model.config.to_dict(), **sides)
+    return mapping(family.split()[-1], config=model.config, **sides)
 
 
 def engine(model: Any, family: str) -> dict[str, Tensor]:

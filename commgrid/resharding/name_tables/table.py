@@ -292,7 +292,7 @@ def mapping(
     *,
     source: str | None = None,
     target: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Any = None,
 ) -> NameTable:
     """Names of two sides whose tensors are fused, stacked, transposed or padded otherwise.
 
@@ -304,7 +304,8 @@ def mapping(
             family's file has it: of conventions to rows.
         source, target: a convention of the table, such as "megatron"; None: the common names,
             which of the families here are those in Hugging Face's files.
-        config: of the model, with the numbers that rows name, such as a Hugging Face `config.json`.
+        config: of the model, with the numbers that rows name, as a mapping, such as a Hugging Face
+            `config.json`, or as Transformers' object.
 
     Raises:
         SpecError: no such family or convention, or a row that is wrong.
@@ -314,7 +315,10 @@ def mapping(
         >>> table.source.cut("gate_up", (4, 3)).shapes
         {'gate': (2, 3), 'up': (2, 3)}
     """
-    numbers = dict(config or {})
+    given = config.to_dict() if hasattr(config, "to_dict") else {} if config is None else config
+    if not isinstance(given, Mapping):
+        raise SpecError(f"config={config!r}: expected a mapping of words to numbers")
+    numbers = dict(given)
     if {"hidden_size", "num_attention_heads"} <= numbers.keys() and not numbers.get("head_dim"):
         numbers["head_dim"] = numbers["hidden_size"] // numbers["num_attention_heads"]
     if isinstance(table, Mapping):
