@@ -18,10 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import commgrid
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
+from commgrid.parameters import mark_buffers
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.checkpoint.models import formula
 
-BLOCKS, HIDDEN, INNER = 2, 8, 24
+BLOCKS, HIDDEN, INNER, COLUMNS = 2, 8, 24, 12
 WIDER = {
     torch.bfloat16: (torch.bfloat16, torch.float32, torch.float64),
     torch.float16: (torch.float16, torch.float32, torch.float64),
@@ -130,7 +131,7 @@ def grid_of(place: Place, name: str) -> commgrid.HyperCommGrid | None:
 
 
 class Block(nn.Module):
-    """Slices by rows and by columns, copies, and buffers."""
+    """Slices by rows and by columns, copies, and buffers, of which one is cut."""
 
     def __init__(
         self, place: Place, grid: commgrid.HyperCommGrid, buffers: tuple[torch.dtype, ...]
@@ -140,8 +141,10 @@ class Block(nn.Module):
         self.up = ColumnParallelLinear(HIDDEN, INNER, group=place.cut, grid=grid)
         self.down = RowParallelLinear(INNER, HIDDEN, group=place.cut, grid=grid)
         for number, dtype in enumerate(buffers):
-            shape = [(), (3,), (2, 5)][number % 3]
-            self.register_buffer(f"as_{str(dtype)[6:]}", torch.zeros(shape).to(dtype))
+            shape = [(2, COLUMNS // grid.size(place.cut)), (), (2, 5), (3,)][number]
+            name = f"{'as' if number else 'cut'}_{str(dtype)[6:]}"
+            self.register_buffer(name, torch.zeros(shape).to(dtype))
+        mark_buffers(self, "cut_*", cut={place.cut: 1}, grid=grid)
 
 
 def built(draw: Draw, place: Place, grid: commgrid.HyperCommGrid, salt: float) -> nn.Module:
@@ -175,7 +178,8 @@ def expected(
     count, mine = grid.size(place.cut), grid.get_local_rank(place.cut)
     dims = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
     for name, held in [*model.named_parameters(), *model.named_buffers()]:
-        shape, dim = list(held.shape), dims.get(name.split(".", 2)[2])
+        layer = name.split(".", 2)[2]
+        shape, dim = list(held.shape), 1 if layer.startswith("cut_") else dims.get(layer)
         if dim is not None:
             shape[dim] *= count
         full = formula(name, tuple(shape), salt)
