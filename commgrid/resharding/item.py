@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from commgrid.errors import SpecError
 from commgrid.layout.box import Box, Shape, boxes_of_range, common
@@ -315,9 +316,30 @@ def refuse_partial(name: str, tensor: DTensor) -> None:
         )
 
 
+def refuse_unreadable(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor without numbers, or of which the memory has others than it shows."""
+    told = ""
+    if is_lazy(tensor):
+        told = "has no shape yet; run the model once, so that lazy modules take theirs"
+    elif tensor.is_meta:
+        told = "is on the meta device, without numbers; call to_empty(device=…) first"
+    elif tensor.is_quantized or tensor.layout != torch.strided or tensor.is_nested:
+        kind = tensor.dtype if tensor.is_quantized else tensor.layout
+        told = f"is {kind}; keep its numbers and scales or indices as plain tensors, in buffers"
+    elif hasattr(tensor.data, "__tensor_flatten__") and not isinstance(tensor, DTensor):
+        told = (
+            f"is a {type(tensor.data).__name__}, whose numbers are in inner tensors; save and move "
+            "the weights before they are wrapped, or keep the inner tensors as buffers"
+        )
+    if told:
+        shape = "" if is_lazy(tensor) else f" of shape {tuple(tensor.shape)}"
+        raise SpecError(f"{name}{shape} has no plain numbers: it {told}")
+
+
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor, without its graph."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    """This rank's part of a DTensor, or the tensor, without its graph and as a plain tensor."""
+    data = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+    return data if type(data) is Tensor else data.as_subclass(Tensor)
 
 
 def _split(

@@ -7,8 +7,9 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torch import nn
-from torch.distributed.fsdp import FSDPModule
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from commgrid.data_parallel.slot import Reducer, slot_of
@@ -19,7 +20,7 @@ from commgrid.parameters.layout import axes_in_use
 from commgrid.parameters.placement import BufferPlacement, buffer_placements
 from commgrid.planning.region import AXES
 from commgrid.resharding.holders import SavedParameter, Turns, saved_parameter
-from commgrid.resharding.item import Item, Own, Value, key_of, local_part
+from commgrid.resharding.item import Item, Own, Value, key_of, local_part, refuse_unreadable
 from commgrid.runtime.grid import HyperCommGrid
 
 _EXTRA = "_extra_state"
@@ -58,6 +59,11 @@ class ModelState:
                 if isinstance(module, FSDPModule):
                     self._by_fsdp.append(module)
                     module.reshard()  # so that parameters are the sharded ones
+                if isinstance(module, FullyShardedDataParallel):
+                    raise SpecError(
+                        f"{_clean(name) or 'the model'} is a FullyShardedDataParallel, whose flat "
+                        "parameters are not known here; shard it with fully_shard instead"
+                    )
                 for key, parameter in module.named_parameters(recurse=False):
                     self._look_at(module, _join(_clean(name), key), parameter, foreign)
         for chunk in self.chunks:
@@ -84,12 +90,10 @@ class ModelState:
         self, module: nn.Module, name: str, parameter: nn.Parameter, foreign: bool
     ) -> None:
         """Refuse what looks like a whole parameter and is not, or has no numbers."""
-        told, cut_by = "", foreign_slice(module, parameter, self.grid)
-        if parameter.is_meta:
-            told = "is on the meta device, without numbers; call to_empty(device=…) first"
-        elif cut_by is not None and not (foreign and cut_by.says_how):
+        refuse_unreadable(name, parameter)
+        cut_by = foreign_slice(module, parameter, self.grid)
+        if cut_by is not None and not (foreign and cut_by.says_how):
             told = f"{cut_by.what}; {cut_by.instead_of_saving}"
-        if told:
             raise SpecError(f"{name} of shape {tuple(parameter.shape)} {told}")
         if foreign and (cut := foreign_cut(module, parameter, self.grid)) is not None:
             self._cuts[id(parameter)] = cut
@@ -241,9 +245,16 @@ def _refuse_further_state(model: nn.Module) -> None:
         model.named_parameters(remove_duplicate=False),
         model.named_buffers(remove_duplicate=False),
     )
-    known = {_clean(name) for named in own for name, _ in named}
-    for key in model.state_dict():
-        if _clean(key) in known or key.endswith(_EXTRA):
+    known = {_clean(name): tensor for named in own for name, tensor in named}
+    for key, value in model.state_dict().items():
+        if (tensor := known.get(_clean(key))) is not None:
+            refuse_unreadable(_clean(key), tensor)
+        if tensor is not None and _differs(value, tensor):
+            raise SpecError(
+                f"{_clean(key)} is in the state_dict with other numbers than in the module, which "
+                "are what is saved; change them where the module uses them"
+            )
+        if tensor is not None or key.endswith(_EXTRA):
             continue
         place, at = key.rpartition(".")[0], model
         for part in place.split("."):
@@ -253,6 +264,18 @@ def _refuse_further_state(model: nn.Module) -> None:
             "parameter, buffer or get_extra_state() of a module, so that it would be lost; "
             "register it as a buffer, or return it from get_extra_state()"
         )
+
+
+def _differs(value: Any, tensor: Tensor) -> bool:
+    """Whether a state_dict has other numbers than a tensor; hooks may give copies."""
+    if not isinstance(value, Tensor) or value.shape != tensor.shape:
+        return value is not None
+    mine, theirs = local_part(tensor), local_part(value)
+    if theirs.data_ptr() == mine.data_ptr() and theirs.stride() == mine.stride():
+        return False
+    both = theirs.to(mine.device, mine.dtype), mine
+    one, other = (tensor.flatten().contiguous().view(torch.uint8) for tensor in both)
+    return not torch.equal(one, other)  # bit by bit, so that what is no number is equal
 
 
 def _join(*names: str) -> str:

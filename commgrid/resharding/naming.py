@@ -249,7 +249,7 @@ def text_of(parameter: str, key: Any) -> str:
     Raises:
         SpecError: it is none that can be read back.
     """
-    if isinstance(key, str) and key.isprintable() and key[:1] not in ("", "[") and key != MASTER:
+    if type(key) is str and key.isprintable() and key[:1] not in ("", "[") and key != MASTER:
         return key
     with suppress(ValueError, SyntaxError):
         if ast.literal_eval(repr(key)) == key:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from commgrid.errors import ShapeError, SpecError
 from commgrid.grid_pairs.pairing import OtherWorld
 from commgrid.layout.axis_names import nearest
-from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial
+from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial, refuse_unreadable
 from commgrid.resharding.naming import Naming, Rename
 from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
@@ -204,11 +204,12 @@ def several(given: Any) -> Sequence[Any]:
 
 def _mapped(name: str, given: Tensor | Part) -> Item:
     tensor = given.tensor if isinstance(given, Part) else given
-    if not isinstance(name, str) or not isinstance(tensor, Tensor) or tensor.is_meta:
+    if not isinstance(name, str) or not isinstance(tensor, Tensor):
         raise SpecError(
             f"{{{name!r}: {type(tensor).__name__!s}}}: expected names, and tensors with "
             "numbers, DTensors, or Part(tensor, shape, offset)"
         )
+    refuse_unreadable(name, tensor)
     data, inner = local_part(tensor), (0,) * tensor.dim()
     if isinstance(tensor, DTensor):
         refuse_partial(name, tensor)
