@@ -14,6 +14,7 @@ from commgrid.errors import CommGridError, GridMismatchError
 
 _MOST = 1000
 """One number in so many may become zero."""
+_BLOCK = 1 << 16  # numbers at once, which stay in a CPU's cache
 
 
 @dataclass(frozen=True)
@@ -61,13 +62,21 @@ def lost_numbers(tensor: Tensor, dtype: torch.dtype, total: int) -> Lost:
     name = str(dtype).removeprefix("torch.")
     if not tensor.numel() or not narrows(tensor.dtype, dtype):
         return Lost(name, 0, 0, total)
-    limits, sizes = torch.finfo(dtype), tensor.abs()
-    least, most = sizes.aminmax()
-    if least >= limits.smallest_normal and most <= limits.max:  # as weights nearly always are
-        return Lost(name, 0, 0, total)
-    held = tensor.to(dtype)
-    overflowed = int((tensor.isfinite() & ~held.isfinite()).sum())
-    return Lost(name, overflowed, int(((sizes != 0) & (held == 0)).sum()), total)
+    limits = torch.finfo(dtype)
+    smallest = limits.smallest_normal * limits.eps
+    wide = tensor.dtype if tensor.dtype.itemsize > 4 else torch.float32  # holds the limits
+    overflowed = vanished = 0
+    block = _BLOCK if tensor.device.type == "cpu" else 64 * _BLOCK
+    for some in torch.split(tensor.reshape(-1), block):
+        sizes = some.to(wide).abs()
+        least, most = sizes.aminmax()
+        if least >= smallest and most <= limits.max:  # as weights nearly always are
+            continue
+        doubtful = sizes[((sizes < smallest) & (sizes != 0)) | ~(sizes <= limits.max)]
+        held = doubtful.to(dtype).to(doubtful.dtype)
+        overflowed += int((doubtful.isfinite() & ~held.isfinite()).sum())
+        vanished += int((held == 0).sum())
+    return Lost(name, overflowed, vanished, total)
 
 
 def refuse_lost(
