@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
@@ -89,6 +89,11 @@ class LocalBoxes:
         return [chunk.data.data_ptr() for chunk in chunks] == [
             tensor.data_ptr() for tensor in self.tensors(name)
         ]
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all tensors."""
+        return self._tensors.keys()
 
     def items(self) -> Iterator[tuple[str, Shape, torch.dtype, list[Chunk]]]:
         """Each tensor's name, full shape, dtype and boxes on this rank, each once."""

@@ -10,7 +10,7 @@ blocks that it holds; where a cut splits a block, the rank with the first elemen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -64,11 +64,19 @@ class Convert:
                 f"block={self.block!r}: expected whole numbers from 1, of the last dims, or None "
                 "for a whole dim, as (128, 128)"
             )
+        if self.only is not None and not callable(self.only):
+            given = (self.only,) if isinstance(self.only, str) else tuple(self.only)
+            object.__setattr__(self, "only", given)
         Names(None, self.only)  # which checks the patterns
 
     def takes(self, name: str) -> bool:
         """Whether it is for a tensor of this name."""
         return Names(None, self.only).has(name)
+
+    def patterns(self, names: Collection[str]) -> dict[str, bool]:
+        """Its patterns, and whether each takes one of some names."""
+        given = () if self.only is None or callable(self.only) else self.only
+        return {one: any(Names(None, [one]).has(name) for name in names) for one in given}
 
     def blocks(self, shape: Shape) -> Shape:
         """The size of a block in each dim of a tensor of this shape."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from commgrid.errors import SpecError, TransferError
+from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Box, common, volume
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.item import Chunk
@@ -45,6 +46,7 @@ class SentBoxes(LocalBoxes):
     Attributes:
         split: boxes that are brought together before each run; their tensors have no numbers.
         groups: the results of one tensor, of which a target has all.
+        patterns: of conversions, and whether each takes a tensor of this rank.
 
     Raises:
         SpecError: a conversion returns something else than tensors, two tensors become one name, or
@@ -62,6 +64,10 @@ class SentBoxes(LocalBoxes):
         self._together = LocalBoxes()
         self.split = LocalBoxes()
         self.groups: list[tuple[str, ...]] = []
+        self.patterns: dict[str, bool] = {}
+        for one in () if names.is_partial else given:  # which others may be for
+            for pattern, is_used in one.patterns(held.names).items():
+                self.patterns[pattern] = self.patterns.get(pattern, False) or is_used
         made_of: dict[str, str] = {}
         somewhere = next((c.data.device for *_, chunks in held.items() for c in chunks), "cpu")
         for name, shape, dtype, chunks in held.items():
@@ -91,7 +97,7 @@ class SentBoxes(LocalBoxes):
     @property
     def told(self) -> ToldSent:
         """The message to other ranks."""
-        return ToldSent(self.layout, self.split.layout, self.groups)
+        return ToldSent(self.layout, self.split.layout, self.groups, self.patterns)
 
     def begin(self) -> LocalBoxes:
         """Returns memory for the blocks that are brought together."""
@@ -143,12 +149,13 @@ class ToldSent(NamedTuple):
     Args:
         layout: of the boxes that it sends.
         split: of the blocks that are brought together for it.
-        groups: see `SentBoxes`.
+        groups, patterns: see `SentBoxes`.
     """
 
     layout: bytes
     split: bytes
     groups: list[tuple[str, ...]]
+    patterns: dict[str, bool]
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,8 @@ class SentLayouts:
         """The layouts where ranks convert.
 
         Raises:
-            TransferError: a rank of the source has no convert=, and others have.
+            TransferError: a rank of the source has no convert=, and others have; or a pattern takes
+                no tensor.
         """
         by_rank = {rank: one for rank, one in zip(ranks, told, strict=True) if one is not None}
         without = sorted(self.side.places.keys() - by_rank)
@@ -177,6 +185,16 @@ class SentLayouts:
             raise TransferError(
                 f"convert= is given on {describe_ranks(sorted(by_rank)) or 'the target'} and not "
                 f"on {describe_ranks(without)} of the source; give it on all ranks of the source"
+            )
+        used: dict[str, bool] = {}
+        for one in by_rank.values():
+            for pattern, is_used in one.patterns.items():
+                used[pattern] = used.get(pattern, False) or is_used
+        unused = next((pattern for pattern, is_used in used.items() if not is_used), None)
+        if unused is not None:
+            raise TransferError(
+                f"convert= has only={unused!r}, which is the name of no tensor of the source"
+                f"{nearest(unused, self.side.forms)}; leave it out, or correct it"
             )
         return SentLayouts(
             GridLayouts.of({rank: one.layout for rank, one in by_rank.items()}),

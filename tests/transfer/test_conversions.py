@@ -19,6 +19,7 @@ from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear, in
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Convert, Fp8Blocks, Part, Transfer, mapping
 from tests.sizes import full
+from tests.transfer.programs import COLUMNS, PEERS, ROWS, World, both
 
 FP8 = torch.float8_e4m3fn
 RANKS = 4
@@ -59,7 +60,7 @@ def parts_of(whole: Tensor, boxes: Sequence[tuple[slice, slice]]) -> list[Part]:
 
 def random_cuts(seeds: Sequence[int]) -> list[str]:
     """Matrices cut at random on both sides, sent twice; what is wrong."""
-    grid, wrong = commgrid.initialize(), []
+    grid, wrong = commgrid.initialize(tp=RANKS), []
     for seed in seeds:
         draw = random.Random(seed)
         generator = torch.Generator().manual_seed(seed)
@@ -199,7 +200,9 @@ def forms() -> dict[str, Any]:
     found["rows"] = all(torch.equal(out[name], expected[name]) for name in out), found["seen"]
     out = sent(noted(lambda _, w: w), w=torch.zeros(5, 4))
     found["itself"] = torch.equal(out["w"], whole), found["seen"]
-    out = sent([Convert(noted(lambda _, w: -w), only=["no"])], w=torch.zeros(5, 4))
+    out = sent(
+        [Convert(noted(lambda _, w: -w), only=lambda name: name == "v")], w=torch.zeros(5, 4)
+    )
     found["another name"] = torch.equal(out["w"], whole), found["seen"]
     out = sent(Convert(lambda _, w: w.bfloat16(), block=(1,)), w=torch.zeros(5, 4))
     found["another dtype"] = torch.equal(out["w"], whole)
@@ -223,6 +226,33 @@ def test_functions_of_tensors_rows_and_elements() -> None:
         **first, "a whole tensor": (True, []), "elements": (True, [("w", (2, 4))]),
         "rows": (True, [("w", (2, 4))]),
     }  # fmt: skip
+
+
+def between_programs(world: World) -> bool:
+    """Rows 0 to 7 of 24, and so on, become blocks of 5 rows in another program."""
+    rows = ROWS // world.grid.size("tp")
+    place = (rows * world.rank, 0)
+    whole = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) - 70.0
+    expected = quantized("w", whole, (5, 4))
+    held: Any = {"w": Part(whole[place[0] :][:rows].clone(), (ROWS, COLUMNS), place)}
+    if world.name == "engine":
+        held = {name: torch.zeros_like(one) for name, one in expected.items()}
+    sides = (held, None) if world.name == "trainer" else (None, held)
+    grids: Any = {"trainer": "source_grid", "engine": "target_grid"}[world.name]
+    transfer = Transfer(
+        *sides, store=world.store, peer=PEERS[world.name], timeout=60.0, **{grids: world.grid},
+        convert=Fp8Blocks((5, 4)) if world.name == "trainer" else None,
+    )  # fmt: skip
+    transfer.run(verify=True)
+    transfer.close()
+    if world.name == "trainer":
+        return True
+    return all(torch.equal(held[name].float(), one.float()) for name, one in expected.items())
+
+
+@pytest.mark.full
+def test_blocks_that_go_to_another_program() -> None:
+    assert both(between_programs, between_programs, (3, 2)) == ([True] * 3, [True] * 2)
 
 
 HEADS, KV_HEADS, HEAD, HIDDEN, EXPERTS, INNER = 4, 2, 6, 10, 3, 6
@@ -328,7 +358,7 @@ def refusals() -> dict[str, str]:
     def twice(name: str, tensor: Tensor) -> dict[str, Tensor]:
         return {name: tensor * 2, f"{name}_half": tensor / 2}
 
-    pair = ("w", "w_half")
+    pair, other = ("w", "w_half"), ("v", "v_half")
     mine = twice if rank == 0 else None
     unequal = {"w": torch.full((2, 2), float(rank))}
     optimizers = tuple(torch.optim.SGD(nn.Linear(1, 1).parameters()) for _ in range(2))
@@ -346,6 +376,9 @@ def refusals() -> dict[str, str]:
         "on one rank": said(mine, "w", into=pair),
         "on no source": attempt(None if rank else tensors("w"), tensors("w", value=0.0),
                                 source_grid=grid, convert=lambda _, w: w + 1),
+        "pattern": said(Convert(twice, only=["v", "w*"]), "w", into=pair),
+        "two patterns": said(Convert(twice, only=iter("wv")), "w", "v", into=[*pair, *other]),
+        "a pattern of others": said(Convert(twice, only=["v", "w"]), "w", into=pair, only=["w*"]),
         "optimizer": said(twice, "w", into=pair, optimizer=optimizers),
         "no function": said("fp8", "w"),
         "block": block_of(lambda: Convert(twice, block=(0,))),
@@ -411,6 +444,10 @@ def test_what_a_conversion_may_not_do() -> None:
         "on one rank": f"{NOTHING}rank 0: convert= is given on rank 0 and not on rank 1 of the "
         "source; give it on all ranks of the source",
         "on no source": three,
+        "pattern": f"{NOTHING}rank 0: convert= has only='v', which is the name of no tensor of the "
+        "source; leave it out, or correct it",
+        "two patterns": first["two patterns"],
+        "a pattern of others": doubled,
         "optimizer": "SpecError: optimizer= goes with a whole model, unconverted; leave convert= "
         "out",
         "no function": "SpecError: convert='fp8': expected a function of name and tensor",
@@ -434,6 +471,7 @@ def test_what_a_conversion_may_not_do() -> None:
     }
     assert "failed: ArithmeticError: too large" in first["an error"]
     assert UNUSABLE in first["an error"]
+    assert first["two patterns"].count("4.0") == 8
     assert "w: 8 of 8 numbers are too large for float16" in first["too large"]
     assert "nothing was moved" in first["too large"]
     assert "w, of which ranks 0-1 hold [2, 2] at [0, 0], differs" in first["unequal copies"]
