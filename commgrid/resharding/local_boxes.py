@@ -108,6 +108,26 @@ class LocalBoxes:
                 for other in others:
                     other.copy_(first)
 
+    def beside(self) -> LocalBoxes:
+        """The same boxes in memory of their own, without the numbers."""
+        made = LocalBoxes()
+        made.is_lasting = False
+        for name, held in self._tensors.items():
+            chunks = [
+                Chunk(offset, torch.empty(size, dtype=held.dtype, device=tensors[0].device))
+                for (offset, size), tensors in held.chunks.items()
+            ]
+            made.add(name, held.shape, held.dtype, chunks, held.source)
+        return made
+
+    @torch.no_grad()
+    def take(self, other: LocalBoxes) -> None:
+        """Copies the numbers of the same boxes elsewhere."""
+        for name, held in self._tensors.items():
+            for box, tensors in held.chunks.items():
+                for tensor in tensors:
+                    tensor.copy_(other.view(name, box))
+
     def overlapping(self) -> Iterator[tuple[str, Box, Box]]:
         """Each two boxes of one tensor that have something in common and are not equal."""
         for name, held in self._tensors.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -362,61 +361,6 @@ class TargetSide(OneSide):
                 self._optimizer_state.take(values)
         elif self._state is not None:
             self._state.tell_loaded()
-
-
-@dataclass(frozen=True)
-class Told:
-    """One rank's message about one side.
-
-    Args:
-        layout: of its tensors; None: it is not on that side.
-        host: where it runs.
-        devices: of its tensors.
-        more: what goes with an optimizer.
-        partly: whether only= was given.
-        compares: whether copies are to be compared.
-        members: whether the source may be an ensemble.
-        place: a side's, as `TargetSide` has it.
-        converts: whether convert= was given.
-    """
-
-    layout: bytes | None
-    host: str
-    devices: frozenset[str]
-    more: Any
-    partly: bool
-    compares: bool
-    members: bool
-    place: tuple[int, ...]
-    converts: bool
-
-    @classmethod
-    def of(cls, side: SourceSide | TargetSide, compares: bool) -> Told:
-        """Looks at a side."""
-        held = side.hold()
-        layout = held.layout if held is not None else None
-        devices = frozenset(held.device_types if held is not None else ())
-        flags = side.names.is_partial, compares, side.has_members
-        converts = isinstance(side, SourceSide) and bool(side.given)
-        return cls(layout, socket.gethostname(), devices, side.more, *flags, side.place, converts)
-
-
-def gathered(
-    ranks: Sequence[int], told: Sequence[Told]
-) -> tuple[GridLayouts, dict[int, str], frozenset[str], list[Any], bool, bool, bool, bool]:
-    """All ranks' messages about one side, put together."""
-    by_rank = dict(zip(ranks, told, strict=True))
-    layouts = {rank: one.layout for rank, one in by_rank.items() if one.layout is not None}
-    return (
-        GridLayouts.of(layouts),
-        {rank: one.host for rank, one in by_rank.items()},
-        frozenset(device for one in told for device in one.devices),
-        [one.more for one in told if one.more is not None],
-        any(one.partly for one in told),
-        all(one.compares for one in told),
-        any(one.members for one in told),
-        any(one.converts for one in told),
-    )
 
 
 def _refuse_overlaps(held: LocalBoxes) -> None:

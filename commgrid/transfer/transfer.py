@@ -6,7 +6,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -34,19 +33,19 @@ from commgrid.transfer.models import (
     Names,
     OfBoth,
     Only,
-    device_of,
     grids_of,
     optimizers_of,
     other_world,
 )
-from commgrid.transfer.sent_boxes import SentLayouts, check_groups
-from commgrid.transfer.shared_boxes import check_replicas, lost_between
-from commgrid.transfer.sides import SourceSide, TargetSide, Told, gathered
+from commgrid.transfer.outline import Outline
+from commgrid.transfer.shared_boxes import lost_between
+from commgrid.transfer.sides import SourceSide, TargetSide
 from commgrid.transfer.verification import Verification
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
 _NOTHING = "nothing was moved; make a new Transfer"
+_UNCHANGED = "the target is as it was; make a new Transfer"
 _UNUSABLE = "the target is not to be used: some of its tensors may be new and others old"
 
 
@@ -83,6 +82,9 @@ class Transfer:
             one tensor, and during a run the blocks that cuts split.
         max_bytes: of buffers on a rank at once, about; larger ones travel in parts. The same on all
             ranks.
+        staged: whether to receive beside the target, and to copy when all ranks have everything: a
+            run that fails leaves the target as it was. This takes the memory of the target's
+            tensors once more, while it runs. The same on all ranks.
         timeout: seconds to wait for other ranks; None: the grid's, or 600.
         name: tells transfers between different grids from each other.
         store: where another program is met, which has a torch.distributed of its own: a
@@ -98,7 +100,7 @@ class Transfer:
         TransferError: on all ranks: the sides differ in names or shapes, or what a rank gave
             cannot be moved; names parameter and ranks.
         PeerTimeoutError: a rank did not call; names it.
-        GridMismatchError: ranks were given different max_bytes.
+        GridMismatchError: ranks were given different max_bytes or staged.
         GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its torch.distributed
             has ended.
         SpecError: neither side was given, or options that mean nothing.
@@ -130,6 +132,7 @@ class Transfer:
         convert: Conversion | None = None,
         copies: str = "compare",
         max_bytes: int = 1 << 28,
+        staged: bool = False,
         timeout: Seconds | None = None,
         name: str = "default",
         store: Any = None,
@@ -139,24 +142,23 @@ class Transfer:
             raise SpecError(f"max_bytes={max_bytes!r}: expected a whole number from 1")
         if copies not in COPIES:
             raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
-        self._copies = copies
         self._grids = grids_of(source, target, source_grid, target_grid)
         elsewhere = other_world(store, peer, self._grids)
         given = [grid.timeout for grid in self._grids.values() if grid.timeout is not None]
         most = max(given, default=_TIMEOUT)
         self._timeout = as_seconds("timeout", most if timeout is None else timeout)
         self._max_bytes, self._broken, self._runs = max_bytes, "", 0
+        self._staged = staged
         self._name, self._legend = name, ""
-        self._blocks: TransferPlan | None = None
         self._nothing = LocalBoxes()
-        self._names = Names(rename, only, padded)
+        names = Names(rename, only, padded)
         ours, theirs = optimizers_of(optimizer, rename=rename, only=only, convert=convert)
         self._source = SourceSide(
-            source, self._grids.get("source"), ours, self._names, conversions(convert), max_bytes
+            source, self._grids.get("source"), ours, names, conversions(convert), max_bytes
         )
-        self._target = TargetSide(target, self._grids.get("target"), theirs, self._names)
+        self._target = TargetSide(target, self._grids.get("target"), theirs, names)
         with self._numbered(), Pairing(
-            "transfer", name, self._grids, {"max_bytes": max_bytes},
+            "transfer", name, self._grids, {"max_bytes": max_bytes, "staged": staged},
             time.monotonic() + self._timeout, phases=("made",), limit="timeout",
             elsewhere=elsewhere, watch=True,
         ) as pair:  # fmt: skip
@@ -174,7 +176,14 @@ class Transfer:
             try:
                 pair.meet()
                 self._pair_group.connect_watch()
-                self._make_plan()
+                self._outline = Outline.of(
+                    self._source, self._target, self._group, pair.ranks, copies == "compare"
+                )
+                self.plan = self._outline.plan
+                self._carriage = Carriage(
+                    self._group, pair.ranks, self._barriers.rank, self._outline.device, max_bytes,
+                    self._timeout,
+                )  # fmt: skip
                 self._barriers.come("planned", self._timeout, "did not get as far as its plan")
                 self._pair_group.begin()
             except BaseException as error:
@@ -183,60 +192,6 @@ class Transfer:
                 if isinstance(error, Exception) and told is not error:
                     raise told from error
                 raise
-
-    def _make_plan(self) -> None:
-        """Tells the others what this rank holds, hears what they do, and plans."""
-        failed = _failure("nothing was moved")
-        ranks, compares = self._barriers.ranks, self._copies == "compare"
-        telling = partial(Told.of, compares=compares)
-
-        told = at_first(
-            self._group, lambda: telling(self._source), partial(gathered, ranks), failed
-        )
-        self._source_side, hosts, devices, offers, _, self._compares, self._has_members = told[:-1]
-        if self._compares:
-            self._source.compare_boxes_of(self._source_side, self._group)
-        self._sent = SentLayouts(self._source_side)
-        if told[-1]:
-            heard = partial(self._sent.converted, ranks)
-            self._sent = at_first(self._group, self._source.tell_sent, heard, failed)
-        self._target.take_offer(self._sent.side.forms, offers)
-
-        def hear(told: list[Told]) -> Any:
-            found = gathered(ranks, told)
-            places = dict(zip(ranks, (one.place for one in told), strict=True))
-            check_replicas(found[0], places)
-            return found
-
-        told = at_first(self._group, lambda: telling(self._target), hear, failed)
-        self._target_side, _, more_devices, wants, partly, *_ = told
-        self._target.check_offer(offers, wants)
-        self._all_offer = len(offers) == len(self._source_side.places)
-        self._device = device_of(self._group, devices | more_devices)
-        self._carriage = Carriage(
-            self._group, ranks, self._barriers.rank, self._device, self._max_bytes, self._timeout
-        )
-        at_first(self._group, lambda: self._planned(hosts, partly), self._same, failed)
-
-    def _planned(self, hosts: Mapping[int, str], partly: bool) -> str:
-        """Makes the plan; its digest."""
-        refuse_shared_memory(self._source.held, self._target.held)
-        if self._target_side.forms and self._target.grid is not None:
-            self._names.check_used(self._target_side.forms)
-        check_groups(self._sent.groups, self._target_side.forms)
-        self.plan = TransferPlan(self._sent.side, self._target_side, hosts, partly=partly)
-        if self._sent.split.forms:
-            self._blocks = TransferPlan(self._source_side, self._sent.split, hosts, partly=True)
-        return self.plan.digest + (self._blocks.digest if self._blocks is not None else "")
-
-    def _same(self, digests: list[str]) -> None:
-        """Check that all ranks have made one plan, before anything moves."""
-        for rank, each in zip(self._barriers.ranks, digests, strict=True):
-            if each != digests[0]:
-                raise TransferError(
-                    f"the plan has digest {digests[0][:12]} on rank {self._barriers.ranks[0]} "
-                    f"and {each[:12]} on rank {rank}; run one version of commgrid on all"
-                )
 
     # -- moving -------------------------------------------------------------------------
 
@@ -260,8 +215,8 @@ class Transfer:
                 Or `verify` has found a difference, and the target is not to be used.
             PeerTimeoutError: a rank did not come; names it. Nothing was moved. Where a grid is
                 watched that ends this transfer.
-            PeerFailedError: a rank failed or is gone in the middle, as it names; the target is not
-                to be used, and neither is this transfer.
+            PeerFailedError: a rank failed or is gone in the middle, as it names. The target is not
+                to be used, unless the run was `staged`; neither is this transfer.
             GridDestroyedError, GridNotInitializedError: a grid was destroyed, or its
                 torch.distributed has ended.
         """
@@ -284,24 +239,35 @@ class Transfer:
             raise
         except RuntimeError as error:  # the store is lost
             raise self._ended(self._fail(start, error), _NOTHING) from error
-        done = f"{start} is done"
-        consequence = _NOTHING
+        barrier, consequence = f"{start} is done", _NOTHING
         try:
             verify = self._compare_copies(verify)
             self._bring_together()
             self._check_numbers()
             values = self._exchange_values()
+            consequence = _UNCHANGED if self._staged else _UNUSABLE
+            source = self._source.sending or self._nothing
+            received = target = self._target.held or self._nothing
+            if self._staged:
+                received = target.beside()
+            else:
+                self._target.clear_padding()
+            self._carriage.carry(self.plan, source, received)
+            self._barriers.come(barrier, self._timeout, "did not finish a transfer")
             consequence = _UNUSABLE
-            self._target.clear_padding()
-            held = self._source.sending or self._nothing, self._target.held or self._nothing
-            self._carriage.carry(self.plan, *held)
+            if self._staged:
+                self._target.clear_padding()
+                target.take(received)
             if verify:
-                ranks = self._barriers.rank, self._group, self._device
-                Verification(self.plan, self._target_side, *ranks).check(*held)
-            self._barriers.come(done, self._timeout, "did not finish a transfer")
+                barrier = f"{start} is verified"
+                ranks = self._barriers.rank, self._group, self._outline.device
+                Verification(self.plan, self._outline.target, *ranks).check(source, target)
+                self._barriers.come(barrier, self._timeout, "did not verify a transfer")
             self._target.finish(values)
         except BaseException as error:
-            told = self._ended(self._fail(done, error), consequence)
+            if consequence is _UNCHANGED and is_store_gone(error):  # others may have gone on
+                consequence = _UNUSABLE
+            told = self._ended(self._fail(barrier, error), consequence)
             if not isinstance(error, Exception):
                 raise
             raise told from error
@@ -310,10 +276,10 @@ class Transfer:
 
     def _bring_together(self) -> None:
         """Fetches what others hold of the blocks that this rank converts."""
-        if self._blocks is not None:
+        if self._outline.blocks is not None:
             held, sent = self._source.held or self._nothing, self._source.sent
             split = sent.begin() if sent is not None else self._nothing
-            self._carriage.carry(self._blocks, held, split)
+            self._carriage.carry(self._outline.blocks, held, split)
 
     def _prepare(self) -> None:
         """Check that this rank's tensors are as they were planned."""
@@ -323,7 +289,7 @@ class Transfer:
             check_alive("transfer", grid)
         if not self._close.alive:
             raise TransferError("this transfer was closed; make a new one")
-        planned = (self._source, self._source_side), (self._target, self._target_side)
+        planned = (self._source, self._outline.source), (self._target, self._outline.target)
         for side, plan in planned:
             held = side.hold()
             if held is not None:
@@ -345,10 +311,10 @@ class Transfer:
         Returns:
             Whether one of the ranks does.
         """
-        if not self._compares:
-            if self._has_members:
+        if not self._outline.compares:
+            if self._outline.has_members:
                 self._agree(self._source.compare_members, lambda _: None)
-            asked = torch.tensor([verify], dtype=torch.int32, device=self._device)
+            asked = torch.tensor([verify], dtype=torch.int32, device=self._outline.device)
             return bool(all_reduce(asked, self._group, op="max"))
         differ, verify, failed = self._source.copies_seem_to_differ(verify)
         if not differ:
@@ -364,8 +330,9 @@ class Transfer:
 
     def _check_numbers(self) -> None:
         """Refuse numbers that the target's dtypes do not hold."""
-        sides = self._sent.side, self._target_side
-        found = lost_between(self._source.sending, *sides, self._group, self._device)
+        outline = self._outline
+        sides = outline.sent.side, outline.target
+        found = lost_between(self._source.sending, *sides, self._group, outline.device)
         if found:
             self._agree(lambda: refuse_lost(found, TransferError), lambda _: None)
 
@@ -379,7 +346,7 @@ class Transfer:
 
         values = self._agree(lambda: self._source.values, merged)
         self._agree(lambda: self._target.begin(values), lambda _: None)
-        if self._all_offer:
+        if self._outline.all_offer:
             self._agree(self._source.check_values, lambda _: None)
         return values
 
@@ -457,10 +424,6 @@ class Transfer:
         if broken and self._close.detach():
             _end(self._pair_group, self._barriers, broken=True)
         self._close()
-
-
-def _failure(what: str) -> Callable[[str], TransferError]:
-    return lambda told: TransferError(f"{what}: {told}")
 
 
 def _end(pair_group: PairGroup, barriers: TransferBarriers, broken: bool = False) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.launching.process import free_port
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.transport import Carrier
 from commgrid.store.driver import StoreDriver
 from commgrid.transfer.barriers import TransferBarriers
@@ -59,11 +60,15 @@ def arm(phase: str) -> None:
         dies_in(Carrier, "meet", after=True)
     elif phase == "in a run":
         dies_in(Carrier, "carry", nth=2)
+    elif phase == "once all have everything":
+        dies_in(LocalBoxes, "take", nth=2)
     elif phase == "at the end of a run":  # the barriers: planned, run 1, it is done, run 2
         dies_in(TransferBarriers, "come", nth=5)
 
 
-def lives(world: World, phase: str, victim: Victim, meets_again: bool = False) -> dict[str, Any]:
+def lives(
+    world: World, phase: str, victim: Victim, meets_again: bool = False, **how: Any
+) -> dict[str, Any]:
     """Two runs, in which the victim is killed; and another one with a new engine."""
     if (world.name, world.rank) == victim:
         if phase == "before it meets":
@@ -71,7 +76,7 @@ def lives(world: World, phase: str, victim: Victim, meets_again: bool = False) -
         arm(phase)
 
     def runs() -> None:
-        transfer = world.meet(timeout=SHORT if phase in LATE else FOREVER)
+        transfer = world.meet(timeout=SHORT if phase in LATE else FOREVER, **how)
         for version in (1, 2):
             if world.name == "trainer":
                 world.fill(version)
@@ -94,6 +99,32 @@ def comes_again(world: World) -> bool:
     if world.rank == 0:
         world.store.set("the new engine is done", "")
     return world.holds(3)
+
+
+def stages(world: World, phase: str, victim: Victim) -> dict[str, Any]:
+    return lives(world, phase, victim, staged=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [ENGINE[0], *TRAINER])
+@pytest.mark.parametrize("phase", ["in a run", "at the end of a run", "once all have everything"])
+def test_a_staged_run_leaves_the_target_old_or_new(phase: str, victim: Victim) -> None:
+    port = free_port()
+    given = (port, phase, victim)
+    with (
+        started(stages, "trainer", 2, *given, killable=True),
+        started(stages, "engine", 2, *given, killable=True) as engine,
+    ):
+        living = [each for each in engine.results() if each is not KILLED]
+    for each in living:
+        if victim == TRAINER[1] and phase != "in a run":  # nothing tells how the others decided
+            assert each["holds"] == 2 or "the target is not to be used" in each["told"], each
+        elif phase == "once all have everything":
+            assert each["holds"] == 2
+        else:
+            assert "is gone: its process has ended" in each["told"]
+            assert "the target is as it was; make a new Transfer" in each["told"]
+            assert each["holds"] == 1
 
 
 @pytest.mark.full

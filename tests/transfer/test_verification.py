@@ -63,7 +63,7 @@ def on_ranks(damage: str) -> list[str]:
     if serving:
         with commgrid.use_grid(serving):
             served = ColumnParallelLinear(8, 16).bfloat16()
-    transfer = Transfer(model, served, source_grid=training, target_grid=serving)
+    transfer = Transfer(model, served, source_grid=training, target_grid=serving, staged=not damage)
     transfer.run(verify=True)
     transfer.run(verify=rank == 1)  # one rank asks, all of them verify
     if damage and rank == VICTIM:
