@@ -154,6 +154,8 @@ def keep_items(
         values = {**more, **values}
     _kept.append(Kept(grid.name, step, tag, own, others, values, every, layout))
     at_first(group, lambda: None, lambda _: None, failed)  # all ranks have it when one returns
+    for state in [each for each in kept_states(grid.name)[:-1] if each.step == step]:
+        _kept.remove(state)  # recovery chooses by step
     return _kept[-1]
 
 

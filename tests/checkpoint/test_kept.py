@@ -160,3 +160,21 @@ def test_the_next_job_of_a_process_finds_nothing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         commgrid.recover(tmp_path, nn.Linear(2, 1), progress=False)
     commgrid.shutdown()
+
+
+def kept_twice() -> list[float]:
+    """A step that was trained once more, from an earlier one."""
+    commgrid.initialize()
+    model, restored = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    for step, number in ((1, 1.0), (2, 2.0), (1, 3.0), (2, 4.0)):
+        nn.init.constant_(model.weight, number)
+        checkpoint.keep(step, model)
+    kept = [state.step for state in kept_states("default")]
+    commgrid.recover(None, restored)
+    commgrid.shutdown()
+    return [*kept, restored.weight.item()]
+
+
+def test_of_two_states_of_one_step_the_last_one_counts() -> None:
+    """Recovery took the first of them."""
+    assert run_on_ranks(kept_twice, 2) == [[1, 2, 4.0]] * 2
