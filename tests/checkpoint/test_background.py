@@ -448,7 +448,7 @@ def two_ends(folder: Path, failed: bool) -> list[background.BackgroundSave]:
 def test_one_rank_ends_it(failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one deletes or completes the folder, the other finds nothing to do."""
     one, other = two_ends(tmp_path, failed)
-    found = dict.fromkeys((0, 1), Written(SavePlan([]), [], {}, {}, zlib.compress(b"")))
+    found = dict.fromkeys((0, 1), Written(SavePlan([]), [], {}, {}, zlib.compress(b""), {}))
     monkeypatch.setattr(background, "read_written", lambda path: found[0])
 
     def meanwhile(first: Any) -> Any:
