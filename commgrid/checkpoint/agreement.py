@@ -35,7 +35,7 @@ Model = nn.Module | Sequence[nn.Module]
 """A module, or a pipeline stage's chunks."""
 Call = dict[str, Any]
 """The arguments of a call, compared between ranks; of `extra` a number for each value, and of
-`shared` what other stages have too."""
+`shared` and `own_axes` what other stages have too, and members of an ensemble may have apart."""
 Progress = bool | Callable[[int, int], object]
 
 P = ParamSpec("P")
@@ -120,10 +120,10 @@ def count_of(key: str, given: Any, least: int) -> int:
     return count
 
 
-def compare(calls: Sequence[Call]) -> None:
-    """Refuses ranks that call for different things."""
+def compare(calls: Sequence[Call]) -> bool:
+    """Refuses ranks that call for different things; whether some have axes of the user's own."""
     _compare_extra([call.get("extra") for call in calls])
-    for key in calls[0].keys() - {"extra", "shared"}:
+    for key in calls[0].keys() - {"extra", "shared", "own_axes"}:
         said = [(number, c[key]) for number, c in enumerate(calls) if c[key] != "any"]
         for number, value in said:
             if value != said[0][1]:
@@ -131,6 +131,7 @@ def compare(calls: Sequence[Call]) -> None:
                     f"{key}={said[0][1]} on the grid's rank {said[0][0]}, and {key}={value} on its "
                     f"rank {number}; call it with the same on all"
                 )
+    return any(call.get("own_axes") for call in calls)
 
 
 def _compare_extra(given: Sequence[Mapping[str, int] | None]) -> None:

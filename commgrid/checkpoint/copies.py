@@ -7,6 +7,8 @@ from functools import cache
 
 from torch.distributed import ProcessGroup
 
+from commgrid.collectives.plain import all_gather
+from commgrid.equality.digest import device_for
 from commgrid.equality.values import number_of
 from commgrid.errors import CheckpointError, GridMismatchError
 from commgrid.replicas import Copy, differing, groups_along
@@ -16,7 +18,7 @@ from commgrid.resharding.naming import SharedNames
 from commgrid.runtime.grid import HyperCommGrid
 
 
-def compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
+def compare_copies(items: Sequence[Item | Value], model: ModelState) -> None:
     """Refuse to write one of several copies that differ.
 
     Collective over the grid, all of whose ranks have items of one model.
@@ -24,6 +26,7 @@ def compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
     Raises:
         GridMismatchError: names tensor and ranks.
     """
+    grid = model.grid
     axes = dict.fromkeys(axis for region in grid.spec.regions for axis in region.axes)
     everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
     told = differing(_copies(items, grid), groups=[one for groups in everywhere for one in groups])
@@ -31,9 +34,26 @@ def compare_copies(items: Sequence[Item | Value], grid: HyperCommGrid) -> None:
         raise GridMismatchError(
             f"{told}; these should be copies, of which one would have been saved for all. Where "
             "ranks have slices, say so with a ShardedModule's shard_dims; of buffers that ranks "
-            "have of their own, with mark_buffers(…, own=); where copies may differ, as kernels "
-            'that are not deterministic make them, copies="first" writes the first rank\'s'
+            f"have of their own, with mark_buffers(…, own=); {_where_copies_differ(model)}"
         )
+
+
+def _where_copies_differ(model: ModelState) -> str:
+    """The advice for copies that differ on purpose."""
+    if model.own_axes:
+        return members_of(model.own_axes)
+    return (
+        "where copies may differ, as kernels that are not deterministic make them, "
+        'copies="first" writes the first rank\'s'
+    )
+
+
+def members_of(axes: Sequence[str]) -> str:
+    """The advice for an ensemble along axes of the user's own."""
+    return (
+        f"members of an ensemble along {' or '.join(axes)} need a grid each, or modules with names "
+        "of their own"
+    )
 
 
 def check_shared(told: Mapping[int, SharedNames]) -> None:
@@ -56,6 +76,20 @@ def check_shared(told: Mapping[int, SharedNames]) -> None:
                     )
 
 
+def axes_apart(items: Sequence[Item | Value], model: ModelState) -> list[str]:
+    """The axes of the user's own along which ranks have modules of other names.
+
+    Collective over the ranks along each of these axes.
+    """
+    mine = number_of(sorted(item.key for item in items if item.path[0] == "model"))
+    return [
+        axis
+        for axis in model.own_axes
+        for group in groups_along([axis], model.grid)
+        if len(set(all_gather(mine.to(device_for(group)).view(1), group).flatten().tolist())) > 1
+    ]
+
+
 def compare_members(items: Sequence[Item | Value], model: ModelState) -> None:
     """Refuse what differs along axes of the user's own, such as the members of an ensemble.
 
@@ -65,14 +99,15 @@ def compare_members(items: Sequence[Item | Value], model: ModelState) -> None:
     Raises:
         GridMismatchError: names tensor and ranks.
     """
-    axes, grid = model.own_axes, model.grid
+    apart, grid = axes_apart(items, model), model.grid
+    axes = [axis for axis in model.own_axes if axis not in apart]
     groups = [one for axis in axes for one in groups_along([axis], grid)]
     told = differing(_copies(items, grid, axes), groups=groups)
     if told is not None:
         raise GridMismatchError(
             f"{told}, along an axis of your own, {' or '.join(axes)}, which no layer or reducer of "
-            "the model names; one member's numbers would be there for all. Give each member a grid "
-            "of its own, or its modules names of their own"
+            "the model names; one member's numbers would be there for all; "
+            f"{members_of(axes)}"
         )
 
 

@@ -285,9 +285,9 @@ class Loading:
         self._needed = [*self._staged, *twins_of_these, *self._extra, *self._own]
         if self._optimizer is not None:
             self._needed += self._optimizer.targets(self._stored.keys, turns, self._strict)
-        # One rank of each stage tells, since the others of it have the same names.
-        stage = self._grid.spec.regions[0].axes
-        others = (self._grid.coordinate[axis] for axis in stage if axis != "pp")
+        # One rank of each stage and member tells, since the others of it have the same names.
+        stage, apart = self._grid.spec.regions[0].axes, {"pp", *self._model.own_axes}
+        others = (self._grid.coordinate[axis] for axis in stage if axis not in apart)
         if any(others):
             return _Names([], [], [])
         updated = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from commgrid.checkpoint.agreement import (
     tells_failures,
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
-from commgrid.checkpoint.copies import check_shared, compare_copies, compare_members
+from commgrid.checkpoint.copies import axes_apart, check_shared, compare_copies, compare_members
 from commgrid.checkpoint.memory import keep_items
 from commgrid.checkpoint.trust import storable, warn_if_untrusted
 from commgrid.checkpoint.values import OWN, own_path
@@ -135,7 +135,9 @@ def save(
     def call() -> Call:
         return saving.call() | {"background": background, "keep_in_memory": keep_in_memory}
 
-    saving.partial = at_first(group, call, saving.begin, failed)
+    saving.partial, has_members = at_first(group, call, saving.begin, failed)
+    if has_members:
+        at_first(group, saving.part_members, lambda _: None, failed)
     line, report = reporter(progress, f"saving step {step}", grid)
     try:
         if keep_in_memory:
@@ -195,9 +197,13 @@ def keep(
     def call() -> Call:
         said = state.call() | {"extra": numbers_of(extra)}
         items.extend(state.items(grid))
-        return said
+        return said | {"own_axes": state.own_axes}
 
-    at_first(group, call, compare, failed)
+    def part_members() -> None:
+        items[:] = state.with_members_apart(items, grid)
+
+    if at_first(group, call, compare, failed):
+        at_first(group, part_members, lambda _: None, failed)
     at_first(group, state.check_values, lambda _: None, failed)
     at_first(group, lambda: state.compare_members(items), lambda _: None, failed)
     keep_items(step, items, grid, group, failed)
@@ -247,19 +253,41 @@ class _State:
         if self._of_optimizer is not None:
             self._of_optimizer.check_values(copies)
 
+    def compare_copies(self, items: Sequence[Item | Value]) -> None:
+        """Refuse copies that differ, of which one would be saved for all; collective."""
+        compare_copies(items, self._of_model)
+
     def compare_members(self, items: Sequence[Item | Value]) -> None:
         """Refuse members of an ensemble, of which one would be saved for all; collective."""
         compare_members(items, self._of_model)
 
-    def items(self, grid: HyperCommGrid, first: bool = False) -> Iterator[Item | Value]:
+    @property
+    def own_axes(self) -> list[str]:
+        """As `ModelState.own_axes`."""
+        return self._of_model.own_axes
+
+    def with_members_apart(
+        self, items: Sequence[Item | Value], grid: HyperCommGrid, first: bool = False
+    ) -> list[Item | Value]:
+        """The items, each member's own where its modules have other names; collective."""
+        apart = axes_apart(items, self._of_model)
+        if not apart:
+            return [*items]
+        # What members have under one name is compared when all have written.
+        return [replace(item, repeats=not first) for item in self.items(grid, first, apart)]
+
+    def items(
+        self, grid: HyperCommGrid, first: bool = False, apart: Collection[str] = ()
+    ) -> Iterator[Item | Value]:
         """Yield what this rank has of it.
 
         Args:
             grid: whose ranks save.
             first: True: of copies, the first rank's are written; False: ranks take turns.
+            apart: as `ModelState` takes it.
         """
         turns = Turns(grid, first)
-        state = self._of_model = ModelState(self.model, grid)
+        state = self._of_model = ModelState(self.model, grid, apart=apart)
         yield from state.items(turns)
         if self.optimizer is not None:
             self._of_optimizer = OptimizerState(self.optimizer, state)
@@ -309,21 +337,30 @@ class _Saving:
         for item in self.items:
             if isinstance(item, Value) and item.writes and item.path[0] != "optimizer":
                 warn_if_untrusted(item.key, storable(item.plain))
-        return call | {"extra": extra, "shared": shared_in(self.items)}
+        own_axes = self._state.own_axes
+        return call | {"extra": extra, "shared": shared_in(self.items), "own_axes": own_axes}
 
-    def begin(self, calls: list[Call]) -> Path:
-        """Make the folder to write to; on the first rank, with the calls of all."""
-        compare(calls)
+    def part_members(self) -> None:
+        """List the items once more, of members that have modules of other names; collective."""
+        first = not self._compares
+        self.items = self._state.with_members_apart(self.items, self._grid, first)
+
+    def begin(self, calls: list[Call]) -> tuple[Path, bool]:
+        """Make the folder to write to, and say whether there may be members of an ensemble.
+
+        On the first rank, with the calls of all.
+        """
+        has_members = compare(calls)
         ranks = self._grid.spec.grid_ranks
         check_shared({rank: call["shared"] for rank, call in zip(ranks, calls, strict=True)})
         with beside_a_disk(self._group, self._grid, at_whole=True):
             settle()
-            return folders.begin(self._folder, self._state.step)
+            return folders.begin(self._folder, self._state.step), has_members
 
     def check(self) -> None:
         """Refuse copies that differ, and state that differs between parts of a parameter."""
         if self._compares:
-            compare_copies(self.items, self._grid)
+            self._state.compare_copies(self.items)
         self._state.check_values(self._compares)
         if not self._compares:
             self._state.compare_members(self.items)

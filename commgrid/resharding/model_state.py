@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -37,6 +37,7 @@ class ModelState:
         foreign: whether it may have parameters that another library's layers have cut, where these
             say how.
         rows: how many entries along dim 0 of a tensor are no padding, by its name; None: all.
+        apart: axes along which ranks have other modules.
 
     Raises:
         SpecError: two chunks have different parameters of one name, or a parameter is sliced over
@@ -49,8 +50,9 @@ class ModelState:
         grid: HyperCommGrid,
         foreign: bool = False,
         rows: Callable[[str], int | None] = lambda _: None,
+        apart: Collection[str] = (),
     ) -> None:
-        self.grid, self._rows = grid, rows
+        self.grid, self._rows, self._apart = grid, rows, apart
         self._cuts: dict[int, ForeignCut] = {}
         self.chunks = chunks_of(model)
         self._by_fsdp: list[FSDPModule] = []
@@ -126,13 +128,19 @@ class ModelState:
         for reducer in self._reducers():
             used |= reducer.groups.used
         named = dict.fromkeys(axis for region in self.grid.spec.regions for axis in region.axes)
-        return [a for a in named if a not in AXES and a not in used and self.grid.size(a) > 1]
+        used |= {*AXES, *self._apart}
+        return [axis for axis in named if axis not in used and self.grid.size(axis) > 1]
 
     def box_of(self, placement: Placement, cut_over: str | None) -> SavedParameter:
         """This rank's boxes of a parameter, which a sharded optimizer may have cut further."""
         foreign = self._cuts.get(id(placement.parameter))
         rows = self._rows(placement.name)
-        return saved_parameter(placement, self.grid, cut_over, foreign, rows)
+        box = saved_parameter(placement, self.grid, cut_over, foreign, rows)
+        if not self._apart:
+            return box
+        copies = tuple(axis for axis in box.copies if axis not in self._apart)
+        parts = tuple(axis for axis in box.parts if axis not in self._apart)
+        return replace(box, copies=copies, parts=parts)
 
     def clear_padding(self, names: Container[str]) -> None:
         """Make those of its tensors zero of which not all entries are numbers.
@@ -169,7 +177,8 @@ class ModelState:
                 ("model", name), box.shape, chunks, one.buffer.dtype, mine, repeats=True,
                 copies=box.copies, own=own,
             )  # fmt: skip
-        everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis != "pp")
+        other = {"pp", *self._apart}
+        everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis not in other)
         for name, module in self._stateful():
             mine = turns.is_mine(everywhere, 0) and name not in seen
             seen.add(name)

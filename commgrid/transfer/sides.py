@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from commgrid.checkpoint.copies import compare_members
+from commgrid.checkpoint.copies import compare_members, members_of
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, local_part
@@ -225,8 +225,15 @@ class SourceSide(OneSide):
             raise GridMismatchError(
                 f"{told}; these should be copies, of which any may be sent. Give slices in a "
                 "mapping as Part(tensor, shape, offset), and tensors of different stages the names "
-                'that they have in the whole model. Where copies may differ, say copies="any"'
+                f"that they have in the whole model; {self._where_copies_differ}"
             )
+
+    @property
+    def _where_copies_differ(self) -> str:
+        """The advice for copies that differ on purpose."""
+        if self._state is not None and self._state.own_axes:
+            return members_of(self._state.own_axes)
+        return 'where copies may differ, say copies="any"'
 
 
 @dataclass
