@@ -130,6 +130,17 @@ def test_no_two_bytes_of_a_row_cancel_in_both_columns() -> None:
     assert len(reduced.unique(dim=0)) == len(columns) == 4096
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_changes_that_cancel_in_one_column_show_in_the_other(place: int) -> None:
+    numbers = _columns()[place][:, 0]
+    one, other = (numbers == numbers[7]).nonzero().flatten()[:2].tolist()
+    rows = torch.zeros(8 * 4096, dtype=torch.int8)
+    changed = rows.clone()
+    changed[one], changed[other] = 1, -1
+    assert not (changed.view(8, -1).long() @ numbers.long()).any()
+    assert quick(changed) != quick(rows)
+
+
 def test_products_are_exact_at_their_largest() -> None:
     """Pairs of products stay within 16 bits, in which processors without VNNI add them."""
     for column in _columns():
