@@ -70,7 +70,7 @@ class Message:
         """The other rank."""
         return self.receiver if self.is_send else self.sender
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Its bytes."""
         return sum(stop - start for _, start, stop in self.stretches)
