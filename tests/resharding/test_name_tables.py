@@ -18,7 +18,7 @@ from commgrid.resharding.name_tables.table import mapping
 
 
 def made(row: dict[str, Any], parts: list[list[Tensor]], padding: int) -> Tensor:
-    """The whole tensor of each entry's parts, as a framework makes it."""
+    """The whole tensor of each entry's parts, as a framework makes it; layers come first."""
     entries = []
     for entry in parts:
         if row.get("stacked"):
@@ -33,7 +33,9 @@ def made(row: dict[str, Any], parts: list[list[Tensor]], padding: int) -> Tensor
             shape[row["dim"]] = padding
             whole = torch.cat([whole, torch.full(shape, -1.0)], row["dim"])
         entries.append(whole.mT if row.get("transposed") else whole)
-    return torch.stack(entries) if row.get("index") else entries[0]
+    whole = torch.stack(entries) if row.get("index") or row["layers"] else entries[0]
+    both = row.get("index") and row["layers"]
+    return whole.unflatten(0, (row["layers"], -1)) if both else whole
 
 
 def boxes(shape: tuple[int, ...], data: st.DataObject) -> Iterator[tuple[slice, ...]]:
@@ -49,13 +51,18 @@ def boxes(shape: tuple[int, ...], data: st.DataObject) -> Iterator[tuple[slice, 
 def rows(draw: st.DrawFn) -> tuple[dict[str, Any], list[list[Tensor]], int]:
     """A row, each entry's parts, and how many entries are padding."""
     dims, stacked, index = draw(st.integers(1, 3)), draw(st.booleans()), draw(st.booleans())
-    count, entries = draw(st.integers(1, 3)), draw(st.integers(1, 3)) if index else 1
+    count, layers = draw(st.integers(1, 3)), draw(st.integers(0, 2))
+    entries = max(layers, 1) * (draw(st.integers(1, 3)) if index else 1)
     dim, groups = draw(st.integers(0, dims - 1)), 1 if stacked else draw(st.integers(1, 3))
     sizes = [1 if stacked else draw(st.integers(1, 3)) for _ in range(count)]
     unit = 1 if stacked else groups * draw(st.integers(1, 2))
     shape = [draw(st.integers(1, 3)) for _ in range(dims)]
-    row = {"parts": [f"p{part}" for part in range(count)], "dim": dim, "groups": groups}
-    row |= {"sizes": sizes, "stacked": stacked}
+    row: dict[str, Any] = {
+        "parts": [f"{{layer}}.p{part}" for part in range(count)],
+        "dim": dim,
+        "groups": groups,
+    }
+    row |= {"sizes": sizes, "stacked": stacked, "layers": layers}
     if index:
         row |= {"parts": [f"{name}.{{e}}" for name in row["parts"]], "index": "e"}
     if dims + stacked > 1:
@@ -81,7 +88,9 @@ def test_any_boxes_of_a_whole_are_boxes_of_its_parts_and_back(
 ) -> None:
     row, parts, padding = drawn
     whole = made(row, parts, padding)
-    cut = mapping({"fused": {"w": row}}, source="fused").source.cut("w", tuple(whole.shape))
+    layers = row.pop("layers")
+    table = mapping({"fused": {"l.{layer?}.w": row}}, source="fused")
+    cut = table.source.cut("l.w" if layers else "l.7.w", tuple(whole.shape))
     flat = [part for entry in parts for part in entry]
     assert list(cut.shapes.values()) == [tuple(part.shape) for part in flat]
 
@@ -119,7 +128,7 @@ QKV = "decoder.layers.3.self_attention.linear_qkv.weight"
     [
         (QKV, (64, 16), "groups=num_key_value_heads (2), unit=head_dim (4); give config="),
         (QKV, (30, 16), "has shape (30, 16), and its row makes 3 parts of sizes 4, 2, 2 of dim 0"),
-        (QKV, (), "and its row says dim=0; expected a tensor of more dims"),
+        (QKV, (), "and its row says dim=0; expected a tensor of more"),
         (QKV.replace("qkv", "kqv"), (32, 16), "llama's megatron has no row for this name; did you"),
         ("embedding.word_embeddings.weight", (8, 16), "of dim 0, rows=vocab_size (10); give"),
     ],

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from typing import NamedTuple
 
 from torch import Tensor
@@ -44,14 +45,14 @@ class Range(NamedTuple):
 class TensorParts:
     """The parts of a tensor.
 
-    The parts of a tensor with an index, such as stacked experts, are those of each of its entries.
+    The parts of a tensor with indexes, such as stacked experts, are those of each of its entries.
 
     Args:
         shape: of the tensor.
-        names: of the parts; with an index, of each entry's, one entry after the other.
+        names: of the parts; with indexes, of each entry's, one entry after the other.
         ranges: of the parts, by their numbers in an entry; (): it is one part, under another name.
-        dim: that is cut, counted without the index and after the transpose.
-        indexed: whether dim 0 counts entries, which have no such dim.
+        dim: that is cut, counted without the indexes and after the transpose.
+        indexes: how many of the first dims count entries, which have no such dims.
         transposed: whether the last two dims of the parts are exchanged.
         stacked: whether parts have no dim `dim`, of which each is one entry.
     """
@@ -60,7 +61,7 @@ class TensorParts:
     names: tuple[str, ...]
     ranges: tuple[Range, ...] = ()
     dim: int = 0
-    indexed: bool = False
+    indexes: int = 0
     transposed: bool = False
     stacked: bool = False
 
@@ -72,7 +73,7 @@ class TensorParts:
         lengths = [0] * self._count
         for one in self.ranges:
             lengths[one.part] += one.length
-        shape = self._turned(self.shape[1:] if self.indexed else self.shape)
+        shape = self._turned(self.shape[self.indexes :])
         return {
             name: _without(shape, self.dim) if self.stacked else
             _with(shape, self.dim, lengths[number % self._count])
@@ -117,12 +118,13 @@ class TensorParts:
         return (*numbers[:-2], *reversed(numbers[-2:])) if self.transposed else numbers
 
     def _parts_of(self, chunk: Chunk) -> Iterator[tuple[str, Chunk]]:
-        if not self.indexed:
-            yield from self._ranges_of(0, *chunk)
-            return
-        (first, *offset), data = chunk
-        for number, entry in enumerate(data.unbind(0), first):
-            yield from self._ranges_of(number, tuple(offset), entry)
+        offset, data = chunk
+        count = self.indexes
+        for place in product(*map(range, data.shape[:count])):
+            entry = 0
+            for first, more, size in zip(offset, place, self.shape, strict=False):
+                entry = entry * size + first + more
+            yield from self._ranges_of(entry, offset[count:], data[place])
 
     def _ranges_of(self, entry: int, offset: Shape, data: Tensor) -> Iterator[tuple[str, Chunk]]:
         """The parts of a box of an entry."""
@@ -154,8 +156,10 @@ class TensorParts:
             place = _with(offset, self.dim, one.start + first - one.begin)
             if self.transposed:
                 piece, place = piece.transpose(-2, -1), self._turned(place)
-            if self.indexed:
-                piece, place = piece.unsqueeze(0), (entry, *place)
+            rest = entry
+            for size in reversed(self.shape[: self.indexes]):
+                rest, first_index = divmod(rest, size)
+                piece, place = piece.unsqueeze(0), (first_index, *place)
             yield Chunk(place, piece)
 
 

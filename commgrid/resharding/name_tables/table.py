@@ -20,7 +20,8 @@ those in Hugging Face's files:
 
 Numbers may be sums of words, which the model's configuration has: `kv_lora_rank + qk_rope_head_dim`.
 Scales of blocks have the name of their tensor and `_scale_inv` behind it, and are cut as it is.
-In names `{layer}` stands for a number, `{weight|bias}` for one of two words, `{rest}` for anything.
+In names `{layer}` stands for a number, `{weight|bias}` for one of two words, `{rest}` and `{rest_2}` for
+anything. `{layer?}.` is a number with its dot that may be absent: then the tensor has all layers, in dim 0.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -40,9 +41,8 @@ from commgrid.planning.yaml_keys import check_keys
 from commgrid.resharding.name_tables.parts import Range, TensorParts
 
 SCALES = "_scale_inv"
-_PLACE = re.compile(r"\{([^{}]+)\}")
+_PLACE = re.compile(r"\{([^{}?]+)(?:(\?)\}\.|\})")
 _FOLDER, _INCLUDE = Path(__file__).parent, "include"
-_OF_DIMS = ("index", "dim", "transposed")
 _NUMBERS = ("groups", "unit", "rows")
 _TIED = "tie_word_embeddings"
 _KEYS = (
@@ -67,13 +67,14 @@ class Template:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.places = list(dict.fromkeys(_PLACE.findall(text)))
+        self.places = list(dict.fromkeys(place for place, _ in _PLACE.findall(text)))
         pattern, end = "", 0
         for found in _PLACE.finditer(text):
-            number = self.places.index(found[1])
-            kind = {"rest": ".+"}.get(found[1], r"\d+")
-            kind = "|".join(map(re.escape, found[1].split("|"))) if "|" in found[1] else kind
+            place, number = found[1], self.places.index(found[1])
+            kind = ".+" if place in ("rest", "rest_2") else r"\d+"
+            kind = "|".join(map(re.escape, place.split("|"))) if "|" in place else kind
             group = f"(?P=p{number})" if f"(?P<p{number}>" in pattern else f"(?P<p{number}>{kind})"
+            group = rf"(?:{group}\.)?" if found[2] else group
             pattern += re.escape(text[end : found.start()]) + group
             end = found.end()
         self._pattern = re.compile(pattern + re.escape(text[end:]))
@@ -83,11 +84,12 @@ class Template:
         found = self._pattern.fullmatch(name)
         if found is None:
             return None
-        return {place: found[f"p{number}"] for number, place in enumerate(self.places)}
+        values = {place: found[f"p{number}"] for number, place in enumerate(self.places)}
+        return {place: value for place, value in values.items() if value is not None}
 
     def fill(self, values: Mapping[str, Any]) -> str:
         """The name with these in its places."""
-        return _PLACE.sub(lambda place: str(values[place[1]]), self.text)
+        return _PLACE.sub(lambda place: f"{values[place[1]]}{'.' * bool(place[2])}", self.text)
 
 
 @dataclass(frozen=True)
@@ -150,26 +152,30 @@ class NameRow:
             SpecError: a shape that has no such parts, or a configuration without their sizes.
         """
         options = self.options
-        if not self.parts or (len(self.parts) == 1 and not options.keys() - {"parts", "tied"}):
+        indexes = [place for place in self.name.places if place not in values]
+        indexes += [options["index"]] if "index" in options else []
+        is_whole = len(self.parts) == 1 and not indexes and not options.keys() - {"parts", "tied"}
+        if is_whole or not self.parts:
             return TensorParts(shape, tuple(part.fill(values) + end for part in self.parts))
-        index, turned = options.get("index"), bool(options.get("transposed"))
-        entry, dim = shape[1:] if index else shape, options.get("dim", 0)
-        if dim >= len(entry) or (turned and len(entry) < 2) or (index and not shape):
-            more = " and ".join(f"{key}={options[key]!r}" for key in _OF_DIMS if key in options)
+        counts, entry = shape[: len(indexes)], shape[len(indexes) :]
+        dim, turned = options.get("dim", 0), bool(options.get("transposed"))
+        if dim >= len(entry) or (turned and len(entry) < 2):
+            more = [f"{key}={options[key]!r}" for key in ("dim", "transposed") if key in options]
+            more += [f"{{{place}}} counts dim {number}" for number, place in enumerate(indexes)]
             raise SpecError(
-                f"{name} has shape {shape}, and its row says {more or 'dim=0'}; expected a tensor "
-                "of more dims, or another row"
+                f"{name} has shape {shape}, and its row says {' and '.join(more) or 'dim=0'}; "
+                "expected a tensor of more dims, or another row"
             )
         if turned:
             entry = (*entry[:-2], *reversed(entry[-2:]))
         names = [
-            part.fill({**values, index: number} if index else values) + end
-            for number in range(shape[0] if index else 1)
+            part.fill({**values, **dict(zip(indexes, place, strict=True))}) + end
+            for place in product(*map(range, counts))
             for part in self.parts
         ]
         ranges = self._ranges(f"{name} has shape {shape}", entry[dim], is_scale=bool(end))
         stacked = bool(options.get("stacked"))
-        return TensorParts(shape, tuple(names), ranges, dim, bool(index), turned, stacked)
+        return TensorParts(shape, tuple(names), ranges, dim, len(indexes), turned, stacked)
 
     def _ranges(self, what: str, length: int, is_scale: bool) -> tuple[Range, ...]:
         """The parts along the dim that is cut, group after group.

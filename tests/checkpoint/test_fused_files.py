@@ -24,8 +24,9 @@ from commgrid.tensor_parallel import (
     VocabParallelEmbedding,
 )
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import mapping
+from commgrid.transfer import Transfer, mapping
 from tests.checkpoint.test_others_files import LLAMA, Mlp, said
+from tests.transfer.test_model_families import transformers_model
 
 CONFIG = {**LLAMA, "head_dim": 4}
 TABLE = {
@@ -239,3 +240,36 @@ def test_what_a_table_lacks_is_told(grid: Any, tmp_path: Path) -> None:
     other = {"fused": {**TABLE["fused"], "qkv.weight": ["q.weight", "k.weight", "v.weight"]}}
     told = said(tmp_path, split(), rename=mapping(other, source="fused"))
     assert "model.q.weight is (4, 3), here (8, 3)" in told
+
+
+def saved_by_megatron(family: str, tp: int, folder: str) -> None:
+    """Megatron's own checkpoint of a model with Transformers' weights."""
+    from tests.transfer.megatron_families import megatron_model
+
+    model = transformers_model(family, 1)
+    megatron, grid = megatron_model(model.config, tp)
+    from megatron.core import dist_checkpointing
+
+    names = mapping(family, source="hf", target="megatron", config=model.config)
+    Transfer(model, megatron, target_grid=grid, rename=names).run()
+    metadata = {"singleton_local_shards": False, "dp_cp_group": megatron.pg_collection.dp_cp}
+    dist_checkpointing.save(megatron.sharded_state_dict(metadata=metadata), folder)
+    commgrid.shutdown()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("family", "tp"), [("qwen3", 2), ("qwen3_moe", 1), ("deepseek_v3", 1)])
+def test_megatrons_stacked_layers_fill_transformers_model(
+    family: str, tp: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("megatron.core")
+    arguments = family, tp, str(tmp_path)
+    run_on_ranks(saved_by_megatron, tp, *arguments, backend=None, launcher="torchrun", check=False)
+    model, other = transformers_model(family, 1), transformers_model(family, 2)
+    names = mapping(family, source="megatron", target="hf", config=model.config)
+    commgrid.initialize()
+    checkpoint.load(tmp_path, other, prefix="", rename=names, progress=False)
+    commgrid.shutdown()
+    own = model.state_dict()
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(tensor, own[name]), name
