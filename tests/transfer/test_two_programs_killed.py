@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+import commgrid
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.launching.process import free_port
 from commgrid.resharding.local_boxes import LocalBoxes
@@ -103,6 +105,40 @@ def comes_again(world: World) -> bool:
 
 def stages(world: World, phase: str, victim: Victim) -> dict[str, Any]:
     return lives(world, phase, victim, staged=True)
+
+
+def leaves(world: World, how: str) -> str:
+    """An engine that ends well after a run, while the trainer goes on."""
+    transfer = world.meet(timeout=FOREVER)
+    transfer.run()
+    if world.name == "engine":
+        if how == "close":
+            transfer.close()
+            world.store.wait(["the trainer was told"])
+        elif how == "shutdown":
+            commgrid.shutdown()
+            world.store.wait(["the trainer was told"])
+        return ""
+    told = said(transfer.run)
+    dist.barrier()
+    if world.rank == 0:
+        world.store.set("the trainer was told", "")
+    return told
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("how", ["close", "shutdown", "exit"])
+def test_an_engine_that_leaves_is_named_at_once(how: str) -> None:
+    port = free_port()
+    with (
+        started(leaves, "trainer", 2, port, how, killable=True) as trainer,
+        started(leaves, "engine", 2, port, how, killable=True) as engine,
+    ):
+        assert engine.results() == ["", ""]
+        for told in trainer.results():
+            gone = "(has closed the transfer|is gone: its process has ended)"
+            assert re.match(f"PeerFailedError: rank [23] {gone}[, ]", told), told
+            assert "nothing was moved; make a new Transfer" in told
 
 
 @pytest.mark.full
