@@ -9,14 +9,16 @@ the next; `TransferPlan.messages` says why no wait is then endless. A message of
 lies in one piece, in the dtype and on the device that it travels in, is sent from where it is, and
 received into where it is going. All others share one piece of memory, a ring that is used again and
 again: fresh memory for each would cost as much as sending it. Where the backend starts many
-messages at once, as NCCL does, a batch of them takes a message's place.
+messages at once, as NCCL does, a batch of them takes a message's place. Between ranks that share a
+device the receiver copies out of the sender's ring.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +30,17 @@ from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
-from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
+from commgrid.torch_compat.messages import (
+    Refused,
+    SharedDevice,
+    Transfer,
+    Transport,
+    UnderWay,
+    lend,
+    start_transfers,
+    starts_batches,
+    wait_for,
+)
 from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _MESSAGES = 8  # that fit into what may be under way
@@ -69,12 +81,32 @@ Batch = Sequence[_Parcel]
 """Messages that are started at once."""
 
 
+@dataclass(frozen=True)
+class _Network:
+    """The group's own messages."""
+
+    group: dist.ProcessGroup
+
+    def start(
+        self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
+    ) -> Sequence[UnderWay]:
+        return start_transfers(self.group, sends, recvs, refused)
+
+
+class _Way(NamedTuple):
+    """How messages go to some ranks, and what they travel through."""
+
+    transport: Transport
+    ring: RingBuffer
+
+
 @dataclass
 class _UnderWay:
     batch: Batch
     buffers: list[Tensor]
-    works: list[dist.Work]
+    works: Sequence[UnderWay]
     room: Room
+    way: _Way
 
 
 class Carrier:
@@ -89,6 +121,8 @@ class Carrier:
         messages: of this rank, of `most_of(max_bytes)` bytes at most.
         copies: gives what this rank has already.
         timeout: seconds that a message may take.
+        near: ranks on this rank's device, to which messages go through its memory.
+        near_device: that device.
     """
 
     def __init__(
@@ -102,11 +136,15 @@ class Carrier:
         messages: Sequence[Message],
         copies: Callable[[], Iterable[Move]],
         timeout: float,
+        near: Collection[int] = (),
+        near_device: torch.device | None = None,
     ) -> None:
-        self._group, self._ranks, self._device = group, ranks, device
+        self._group, self._ranks = group, ranks
+        self._device, self._near_device = device, near_device or device
         self._source, self._target = source, target
         self._messages, self._copies = messages, copies
         self._places = {rank: place for place, rank in enumerate(ranks)}
+        self._near = {self._places[rank] for rank in near}
         self._in_batches = starts_batches(group, device)
         self._timeout = timeout
         self._batch = max_bytes // 2 if self._in_batches else 0
@@ -129,17 +167,19 @@ class Carrier:
         Raises:
             GoneError: a rank that should send or receive is gone, or does not answer.
         """
-        ring = RingBuffer(self._room, self._device)
+        near = _Way(SharedDevice(self._group), RingBuffer(self._room, self._near_device, lend))
+        far = _Way(_Network(self._group), RingBuffer(self._room, self._device))
         under_way: deque[_UnderWay] = deque()
         for batch in _batches(self._parcels(), self._batch):
             size = _packed_size(batch)
-            while (room := ring.take(size)) is None:
-                self._finish(under_way.popleft(), ring)
-            under_way.append(self._start(batch, room))
+            way = near if batch[0].place in self._near else far
+            while (room := way.ring.take(size)) is None:
+                self._finish(under_way.popleft())
+            under_way.append(self._start(batch, room, way))
         for target, source in self._copied():
             target.copy_(source)
         while under_way:
-            self._finish(under_way.popleft(), ring)
+            self._finish(under_way.popleft())
         self._target.copy_further()
 
     def meet(self) -> None:
@@ -153,7 +193,7 @@ class Carrier:
 
     # -- one batch ----------------------------------------------------------------------
 
-    def _start(self, batch: Batch, room: Room) -> _UnderWay:
+    def _start(self, batch: Batch, room: Room, way: _Way) -> _UnderWay:
         buffers, start = [], 0
         for parcel in batch:
             if parcel.straight is not None:
@@ -175,10 +215,10 @@ class Carrier:
             named = [each.message for each in batch if peer in (None, each.place)]
             return self._explain(error, named)
 
-        works = start_transfers(self._group, sends, recvs, refused)
-        return _UnderWay(batch, buffers, works, room)
+        works = way.transport.start(sends, recvs, refused)
+        return _UnderWay(batch, buffers, works, room, way)
 
-    def _finish(self, under_way: _UnderWay, ring: RingBuffer) -> None:
+    def _finish(self, under_way: _UnderWay) -> None:
         """Waits for a batch, and takes what came out of its buffers."""
         ordered = sorted(under_way.batch, key=lambda parcel: not parcel.message.is_send)
         for number, work in enumerate(under_way.works):  # or one handle for all of them
@@ -191,7 +231,7 @@ class Carrier:
             if not parcel.message.is_send and parcel.straight is None:
                 for view, place in _places(parcel, buffer):
                     view.copy_(place)
-        ring.give_back(under_way.room)
+        under_way.way.ring.give_back(under_way.room)
 
     def _explain(self, error: RuntimeError, messages: Sequence[Message]) -> RuntimeError:
         """The error to raise for one of torch's, which comes from one of some messages."""
@@ -242,19 +282,20 @@ class Carrier:
         for move in message.moves:
             parts.append((self._view(move, message.is_send), start, move))
             start += move.size
-        straight = None
-        if len(parts) == 1:
-            straight = self._straight(*parts[0])
-        return _Parcel(message, self._places[message.peer], straight, tuple(parts))
+        straight, place = None, self._places[message.peer]
+        is_near = place in self._near
+        if len(parts) == 1 and not (is_near and message.is_send):  # a ring alone is lent
+            straight = self._straight(*parts[0], self._near_device if is_near else self._device)
+        return _Parcel(message, place, straight, tuple(parts))
 
     def _view(self, move: Move, is_send: bool) -> Tensor:
         if is_send:
             return self._source.view(move.tensor.source, move.box)
         return self._target.view(move.tensor.name, move.box)
 
-    def _straight(self, view: Tensor, _: int, move: Move) -> Tensor | None:
+    def _straight(self, view: Tensor, _: int, move: Move, device: torch.device) -> Tensor | None:
         """The bytes of a message's only box where it lies; None: they need a buffer."""
-        fits = view.is_contiguous() and view.device == self._device
+        fits = view.is_contiguous() and view.device == device
         if not fits or view.dtype != _dtype(move):
             return None
         return view.view(-1).view(torch.uint8)
@@ -315,6 +356,7 @@ class RingBuffer:
     Args:
         size: its bytes.
         device: where it is.
+        make: makes it.
 
     Example:
         >>> ring = RingBuffer(128, torch.device("cpu"))
@@ -326,8 +368,13 @@ class RingBuffer:
         0
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self._size, self._device = size, device
+    def __init__(
+        self, size: int, device: torch.device,
+        make: Callable[[int, torch.device], Tensor] = lambda size, device: torch.empty(
+            size, dtype=torch.uint8, device=device
+        ),
+    ) -> None:  # fmt: skip
+        self._size, self._device, self._make = size, device, make
         self._memory: Tensor | None = None
         self._taken: deque[Room] = deque()
 
@@ -337,7 +384,7 @@ class RingBuffer:
         if start is None:
             return None
         if self._memory is None:
-            self._memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            self._memory = self._make(self._size, self._device)
         room = Room(start, self._memory[start : start + size])
         if size:
             self._taken.append(room)

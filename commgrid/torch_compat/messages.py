@@ -1,20 +1,53 @@
-"""Messages between the ranks of a group: several tensors at once, and who its members are."""
+"""Messages between the ranks of a group: several tensors at once, and who its members are.
+
+Processes on one device need no network, and NCCL has none for them: the receiver copies out of the
+sender's memory (`SharedDevice`), by CUDA's handles of it; on a CPU it is shared memory.
+
+    sender     where the numbers are ──► group ──► receiver copies them
+               may use its memory again  ◄── group ◄── has done so
+"""
 
 from __future__ import annotations
 
+import inspect
+import os
+import pickle
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing import reductions
 from torch.nn.parameter import is_lazy
 
 from commgrid.torch_compat.interposer import batched
 
 Transfer = tuple[torch.Tensor, int]
 """A tensor, and the group rank that it goes to or comes from."""
+Refused = Callable[[RuntimeError, int | None], Exception]
+"""Makes the error to raise for one of torch's, from that and the group rank of the message that
+could not be started, as to a rank that has ended; None: one of the batch."""
+
+
+class UnderWay(Protocol):
+    """A message that has been started, as torch's `Work`."""
+
+    def wait(self, timeout: timedelta = ...) -> object:
+        """Wait for its end; raises torch's RuntimeError."""
+
+
+class Transport(Protocol):
+    """A way of messages between ranks of a group."""
+
+    def start(
+        self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
+    ) -> Sequence[UnderWay]:
+        """Start messages; return a handle for each, sends first, or one for all."""
+
 
 NCCL_SENDS = (
     torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32,
@@ -91,14 +124,13 @@ def start_transfers(
     group: dist.ProcessGroup,
     sends: Sequence[Transfer],
     recvs: Sequence[Transfer],
-    refused: Callable[[RuntimeError, int | None], Exception],
+    refused: Refused,
 ) -> list[dist.Work]:
     """Start sends and receives of tensors, each with the group rank it goes to or comes from.
 
     Args:
         group, sends, recvs: of this rank.
-        refused: makes the error to raise for one of torch's, from that and the group rank of the
-            message that could not be started, as to a rank that has ended; None: one of the batch.
+        refused: makes the error to raise for one of torch's.
 
     Returns:
         A handle for each, sends first; one for all if the backend starts them as a batch.
@@ -128,7 +160,122 @@ def start_transfers(
         raise refused(error, None) from error
 
 
-def wait_for(work: dist.Work, seconds: float | None) -> None:
+_PLACE, _TAKEN = 1, 2  # tags of the two messages about memory
+_PLACE_BYTES = 4096
+_DEVICE = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters].index("storage_device")
+
+
+@dataclass(frozen=True)
+class SharedDevice:
+    """Messages between processes on one device: the receiver copies out of the sender's memory.
+
+    A tensor that is sent is of bytes in memory that `lend` has made.
+
+    Args:
+        group: of a backend for CPU tensors, over which ranks say where their numbers are.
+    """
+
+    group: dist.ProcessGroup
+
+    def start(
+        self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
+    ) -> list[_Copy]:
+        started = []
+        for tensor, peer in sends:
+            place, taken = _place_of(tensor), torch.empty(1, dtype=torch.uint8)
+            try:
+                told = self.group.send([place], peer, _PLACE)
+                heard = self.group.recv([taken], peer, _TAKEN)
+            except RuntimeError as error:
+                raise refused(error, peer) from error
+            started.append(_Copy([told, heard], held=(place, taken)))
+        for tensor, peer in recvs:
+            place = torch.empty(_PLACE_BYTES, dtype=torch.uint8)
+            try:
+                told = self.group.recv([place], peer, _PLACE)
+            except RuntimeError as error:
+                raise refused(error, peer) from error
+            started.append(_Copy([told], self.group, peer, tensor, (place,)))
+        return started
+
+
+@dataclass
+class _Copy:
+    """A message through the memory of a device.
+
+    Args:
+        works: handles of what this rank has sent and asked for.
+        group, peer, target: of a receiver, which copies when the first of `works` has ended.
+        held: tensors of messages under way.
+    """
+
+    works: list[dist.Work]
+    group: dist.ProcessGroup | None = None
+    peer: int = 0
+    target: torch.Tensor | None = None
+    held: Sequence[torch.Tensor] = field(default=())
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait until the numbers are in the receiver's tensor."""
+        given = () if timeout is None else (timeout,)
+        for work in self.works:
+            work.wait(*given)
+        if self.group is None or self.target is None:
+            return
+        self.target.copy_(_at(self.held[0], self.target.device))
+        _settle(self.target.device)
+        self.group.send([torch.zeros(1, dtype=torch.uint8)], self.peer, _TAKEN).wait(*given)
+        self.target = None
+
+
+def lend(size: int, device: torch.device) -> torch.Tensor:
+    """Make memory for messages that `SharedDevice` sends.
+
+    Args:
+        size: its bytes.
+        device: where it is; on a CPU another process finds it as a file of this one.
+    """
+    if device.type != "cpu":
+        return torch.empty(size, dtype=torch.uint8, device=device)
+    file = os.memfd_create("commgrid")
+    found = torch.from_file(
+        f"/proc/{os.getpid()}/fd/{file}", shared=True, size=max(size, 1), dtype=torch.uint8
+    )
+    weakref.finalize(found, os.close, file)
+    return found
+
+
+def _place_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Say where a tensor's bytes are, once they are there, to another process of this host."""
+    _settle(tensor.device)
+    if tensor.device.type == "cpu":
+        storage = tensor.untyped_storage()
+        start = tensor.storage_offset()
+        place: Any = storage.filename, storage.nbytes(), start, start + tensor.numel()
+    else:
+        place = reductions.reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    said = pickle.dumps(place).ljust(_PLACE_BYTES, b"\0")
+    return torch.frombuffer(bytearray(said), dtype=torch.uint8)
+
+
+def _at(place: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The tensor in another process's memory; a device may have another number there."""
+    told = pickle.loads(bytes(place.tolist()))
+    if device.type == "cpu":
+        name, size, start, end = told
+        return torch.from_file(name, shared=True, size=size, dtype=torch.uint8)[start:end]
+    rebuild, args = told
+    found: torch.Tensor = rebuild(*args[:_DEVICE], device.index, *args[_DEVICE + 1 :])
+    return found
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for what this thread has queued on a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def wait_for(work: UnderWay, seconds: float | None) -> None:
     """Waits for a message, however long gloo would by itself.
 
     A gloo group that connects by pairs (`commgrid.torch_compat.gloo`) gives a message a fifth of

@@ -72,6 +72,16 @@ def rank_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def device_name(host: str) -> str:
+    """Return the name of this rank's GPU, the same in all processes; as NCCL, by host and serial.
+
+    Args:
+        host: NCCL_HOSTID takes its place, as it does in NCCL.
+    """
+    serial = torch.cuda.get_device_properties(rank_device()).uuid
+    return f"{os.environ.get('NCCL_HOSTID') or host} {serial}"
+
+
 def device_for(kinds: Collection[str]) -> torch.device | None:
     """The device to create a group of these backends on; None: they take it from the first tensors.
 

@@ -8,8 +8,8 @@ from contextlib import suppress
 
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError, TransferError
 from commgrid.rendezvous.barriers import Barriers
-from commgrid.rendezvous.op import StoreLostError
-from commgrid.rendezvous.round import Decision, is_good
+from commgrid.rendezvous.op import Protocol, Put, StoreLostError
+from commgrid.rendezvous.round import Decision, is_good, said
 from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat.world import Numbering
 
@@ -36,7 +36,8 @@ class TransferBarriers:
     def __init__(
         self, key: str, numbering: Numbering, ranks: Sequence[int], leftovers: Sequence[str] = ()
     ) -> None:
-        self.rank, self.ranks, self._leftovers = numbering.rank, ranks, leftovers
+        self.rank, self.ranks, self._leftovers = numbering.rank, ranks, [*leftovers]
+        self._key = key
         self._driver = StoreDriver(numbering.store, len(ranks))
         self._barriers = Barriers(key, self.rank, ranks)
 
@@ -60,6 +61,23 @@ class TransferBarriers:
             raise (lost.__cause__ or lost) from None  # torch's own, as from a collective
         if not is_good(decision):
             raise _error(decision)
+
+    def exchange(self, name: str, mine: str, seconds: float) -> dict[int, str]:
+        """Tell the others a text, and return what each rank has told; passes a barrier.
+
+        Raises:
+            PeerTimeoutError, PeerFailedError, TransferError, RuntimeError: as `come` does.
+        """
+        keys = {rank: f"{self._key}/{name}/said/{rank}" for rank in self.ranks}
+        self._leftovers += keys.values()
+
+        def tell() -> Protocol[None]:
+            yield Put(keys[self.rank], mine.encode())
+
+        self._driver.run(tell())
+        self.come(name, seconds, f"did not get as far as its {name}")
+        found = self._driver.run(said(f"{self._key}/{name}", self.ranks))
+        return {rank: text.decode() for rank, text in found.items()}
 
     def fail(self, name: str, kind: str, message: str) -> CommGridError | None:
         """Decide that a barrier fails; return the error that stands, None if all have passed."""

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, TransferPlan
 from commgrid.resharding.transport import Carrier, most_of
+from commgrid.transfer.shared_devices import Sharing
 
 
 class Carriage:
@@ -23,6 +24,7 @@ class Carriage:
         device: that messages travel on.
         max_bytes: of buffers at once.
         timeout: seconds that a message may take.
+        sharing: which ranks are on this rank's GPU.
     """
 
     def __init__(
@@ -33,9 +35,10 @@ class Carriage:
         device: torch.device,
         max_bytes: int,
         timeout: float,
+        sharing: Sharing,
     ) -> None:
         self._group, self._ranks, self._rank, self._device = group, ranks, rank, device
-        self._max_bytes, self._timeout = max_bytes, timeout
+        self._max_bytes, self._timeout, self._sharing = max_bytes, timeout, sharing
         self._messages: dict[TransferPlan, list[Message]] = {}  # the same in every run
         self._carriers: dict[TransferPlan, Carrier] = {}
 
@@ -56,6 +59,7 @@ class Carriage:
             carrier = Carrier(
                 self._group, self._ranks, self._device, source, target, self._max_bytes,
                 self._messages[plan], partial(plan.copies, self._rank), self._timeout,
+                self._sharing.ranks, self._sharing.device,
             )  # fmt: skip
             if source.is_lasting and target.is_lasting:
                 self._carriers[plan] = carrier

@@ -39,6 +39,7 @@ from commgrid.transfer.models import (
 )
 from commgrid.transfer.outline import Outline
 from commgrid.transfer.shared_boxes import lost_between
+from commgrid.transfer.shared_devices import shared_devices
 from commgrid.transfer.sides import SourceSide, TargetSide
 from commgrid.transfer.verification import Verification
 
@@ -164,9 +165,10 @@ class Transfer:
         ) as pair:  # fmt: skip
             self._legend, self._store = pair.legend, pair.numbering.store
             self._barriers = TransferBarriers(pair.key, pair.numbering, pair.ranks, pair.leftovers)
+            sharing = shared_devices(self._barriers, pair.backend, self._timeout)
             self._pair_group = PairGroup(
                 pair, f"transfer {name!r}", pair.ranks, self._grids.values(),
-                timeout=self._timeout, told=self._barriers.interrupt,
+                backend=sharing.backend, timeout=self._timeout, told=self._barriers.interrupt,
             )  # fmt: skip
             self._group = self._pair_group.group
             self._close = weakref.finalize(self, _end, self._pair_group, self._barriers)
@@ -182,7 +184,7 @@ class Transfer:
                 self.plan = self._outline.plan
                 self._carriage = Carriage(
                     self._group, pair.ranks, self._barriers.rank, self._outline.device, max_bytes,
-                    self._timeout,
+                    self._timeout, sharing,
                 )  # fmt: skip
                 self._barriers.come("planned", self._timeout, "did not get as far as its plan")
                 self._pair_group.begin()

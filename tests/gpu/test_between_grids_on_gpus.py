@@ -10,6 +10,7 @@ from torch import Tensor
 import commgrid
 from commgrid import TransferError
 from commgrid.bridge import Bridge
+from commgrid.torch_compat.messages import SharedDevice
 from commgrid.transfer import Transfer
 from tests.gpu.on_gpus import programs_on_gpus
 from tests.transfer.pairs import BF16, HSDP, move, on
@@ -78,6 +79,45 @@ def test_copies_that_differ_are_an_error_on_every_rank() -> None:
     """Rank 0 ended the group while NCCL still sent the error, and the others waited for ever."""
     for said in run_large(False):
         assert "model.bias differs between rank 0 and rank 1 of group 'dp_cp'" in said
+
+
+def through_one_gpu(rank: int) -> tuple[list[int], int]:
+    """How many numbers are wrong after each run, and how many messages went through memory."""
+    torch.cuda.set_device(0)
+    torch.set_default_device("cuda")
+    near, start = 0, SharedDevice.start
+
+    def started(way: SharedDevice, sends: Any, recvs: Any, refused: Any) -> Any:
+        nonlocal near
+        near += len(sends) + len(recvs)
+        return start(way, sends, recvs, refused)
+
+    SharedDevice.start = started  # type: ignore[method-assign]
+    commgrid.join()
+    one, other = (commgrid.initialize(name=f"{first}", ranks=[first]) for first in (0, 1))
+    held, wrong = torch.zeros(1024, 1024), []
+    transfer = Transfer(
+        {"w": held} if one else None, {"w": held[:, :]} if other else None,
+        source_grid=one, target_grid=other, max_bytes=2**20,
+    )  # fmt: skip
+    for number in range(3):
+        wanted = torch.arange(1024.0**2).view(1024, 1024) + number
+        if one:  # what the stream has still to do when the transfer begins is waited for
+            torch.cuda._sleep(20_000_000)
+            held.copy_(wanted)
+        transfer.run(verify=True)
+        wrong.append(int((held != wanted).sum()))
+    transfer.close()
+    commgrid.shutdown()
+    return wrong, near
+
+
+def test_two_ranks_of_one_gpu_move_weights_through_its_memory() -> None:
+    """As NCCL does not: it knows that both are on one host."""
+    found = programs_on_gpus(through_one_gpu, 2, environ={"NCCL_SOCKET_IFNAME": "lo"})
+    for wrong, near in found:
+        assert wrong == [0, 0, 0]
+        assert near > 0
 
 
 def bridged(rank: int) -> float:
