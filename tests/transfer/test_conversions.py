@@ -394,6 +394,9 @@ def refusals() -> dict[str, str]:
         "any copy": attempt(unequal, tensors("w", value=0.0), convert=lambda _, w: w * 0,
                             copies="any"),
     }  # fmt: skip
+    old = tensors("w", value=1.0)
+    found["an error, staged"] = attempt(tensors("w"), old, convert=fails, staged=True)
+    found["then"] = str(old["w"].tolist())
     commgrid.shutdown()
     return found
 
@@ -468,7 +471,10 @@ def test_what_a_conversion_may_not_do() -> None:
         "too large": first["too large"],
         "unequal copies": first["unequal copies"],
         "any copy": zero,
+        "an error, staged": first["an error, staged"],
+        "then": "[[1.0, 1.0], [1.0, 1.0]]",
     }
+    assert "the target is as it was" in first["an error, staged"]
     assert "failed: ArithmeticError: too large" in first["an error"]
     assert UNUSABLE in first["an error"]
     assert first["two patterns"].count("4.0") == 8
