@@ -11,7 +11,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -62,7 +62,7 @@ class Written:
     repeats: dict[tuple[str, Shape], str]
     paths: dict[str, tuple[str, ...]]
     others: bytes
-    tied: SharedNames
+    tied: SharedNames = field(default_factory=dict)
 
 
 def write(
