@@ -126,7 +126,8 @@ def load(
         prefix: what the checkpoint's names of the model's tensors begin with; "" of a model's
             `state_dict()` that was saved by itself, and of most safetensors files.
         rename: what follows the prefix to the model's names: a mapping, in which names that stay
-            may be left out, or a function, which returns None for what is to be left out.
+            may be left out, or a function, which returns None for what is to be left out; or
+            `commgrid.transfer.mapping(…)`, where tensors are fused or stacked otherwise.
         padded: by the model's names, how many entries along dim 0 are no padding, such as rows of a
             vocabulary, where model or checkpoint has more; the model's padding becomes zero.
         strict: False: tensors of the model that the checkpoint has not keep their numbers, and what

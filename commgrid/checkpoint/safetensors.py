@@ -258,7 +258,8 @@ def export(
         folder: of checkpoints, or one of these itself.
         to: a folder, made if need be. It must have no safetensors files.
         step: None: the last complete one.
-        rename: the model's names to those in the files.
+        rename: the model's names to those in the files; or `commgrid.transfer.mapping(…)` with a
+            source alone, which writes the parts of fused and stacked tensors.
         dtype: of tensors with fractions; None: as they were saved.
         file_bytes: how large a file may grow, unless it is one tensor.
 

@@ -68,7 +68,8 @@ class Transfer:
         optimizer: the source's and the target's optimizer, or list of them, whose state is moved
             too; None: weights alone.
         rename: the target's names of the source's tensors: a mapping, or a function of one name,
-            which returns None for a tensor that is not moved.
+            which returns None for a tensor that is not moved; or `mapping(…)`, where tensors are
+            fused or stacked otherwise.
         only: which of the target's names are moved: patterns as `blocks.*`, or a function; without
             it both sides have the same.
         copies: "compare" refuses a source of whose copies any bit differs, before anything moves;

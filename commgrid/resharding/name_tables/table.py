@@ -80,7 +80,7 @@ class Template:
         self._pattern = re.compile(pattern + re.escape(text[end:]))
 
     def match(self, name: str) -> dict[str, str] | None:
-        """What its places stand for in a name; None: it is another name."""
+        """The values of its places in a name; None: it is another name."""
         found = self._pattern.fullmatch(name)
         if found is None:
             return None
@@ -335,7 +335,7 @@ def mapping(
 
 
 def _family(name: str) -> dict[str, Any]:
-    """The table of a family, with the rows of those that it includes."""
+    """The table of a family, with the rows of the families that it includes."""
     known = families()
     if name not in known:
         raise SpecError(
