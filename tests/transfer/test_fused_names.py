@@ -202,7 +202,10 @@ def own_side_alone(pattern: str) -> str:
     return told
 
 
-@pytest.mark.parametrize("pattern", ["*.qkv_proj.*", "*.q_proj.*"])
+@pytest.mark.full("of a part")
+@pytest.mark.parametrize(
+    "pattern", ["*.qkv_proj.*", "*.q_proj.*"], ids=["of the target", "of a part"]
+)
 def test_each_side_may_know_its_own_names_alone(pattern: str) -> None:
     for told in run_on_ranks(own_side_alone, 2, pattern, check=False):
         if "qkv" in pattern:
