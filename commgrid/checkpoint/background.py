@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import shutil
 import sys
 import threading
 import warnings
@@ -29,6 +28,7 @@ from torch import Tensor
 
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.agreement import ProgressLine, size
+from commgrid.checkpoint.remote import remove_tree
 from commgrid.checkpoint.trust import read_written
 from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.errors import CheckpointError
@@ -159,7 +159,7 @@ class BackgroundSave:
         if self._missing() or not self._claim():
             return
         if self._failed():
-            shutil.rmtree(self._partial, ignore_errors=True)
+            remove_tree(self._partial, ignore_errors=True)
         else:
             self._complete()
 

@@ -11,16 +11,16 @@ step_00000040                 complete: it got this name when everything in it w
 from __future__ import annotations
 
 import re
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 from uuid import uuid4
 
 from commgrid.checkpoint.reader import Stored, missing_file
-from commgrid.checkpoint.writer import sync
-from commgrid.errors import CheckpointError, SpecError
+from commgrid.checkpoint.remote import RemotePath, remove_tree, sync_names
+from commgrid.errors import CheckpointError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/)")  # Path("s3://a") is s3:/a
 METADATA = ".metadata"
@@ -31,17 +31,12 @@ _LEFT = re.compile(r"\.step_(\d+)(\.[0-9a-f]+)?\.(partial|ending|deleted)")
 
 
 def local(folder: str | Path) -> Path:
-    """The absolute path of a folder that this machine has.
-
-    Raises:
-        SpecError: it is a URL.
-    """
-    if match := _URL.match(str(folder)):
-        raise SpecError(
-            f"{folder}: checkpoints go to a folder of a file system, and {match[1]} is none that "
-            "is mounted here; mount it, or copy folders with a tool of its own, such as fsspec"
-        )
-    return Path(folder).absolute()
+    """The absolute path of a folder, which a URL says of another file system."""
+    match = _URL.match(str(folder))
+    if match is None:
+        return Path(folder).absolute()
+    rest = str(folder)[match.end() :].lstrip("/")
+    return Path("/", rest) if match[1] == "file:/" else cast(Path, RemotePath(match[1][:-1], rest))
 
 
 def whole(folder: Path) -> Iterator[tuple[int, Path]]:
@@ -168,11 +163,11 @@ def end(partial: Path, step: int, keep: int | None) -> Path:
     """Gives a checkpoint that is written its name, and deletes older ones than the last `keep`."""
     folder = partial.parent
     final, replaced = folder / _name(step), folder / f".{_name(step)}.replaced"
-    sync(partial)
+    sync_names(partial)
     if final.exists():
         final.rename(replaced)
     partial.rename(final)
-    sync(folder)
+    sync_names(folder)
     if replaced.exists():
         _remove(replaced)
     if keep is not None:
@@ -192,7 +187,7 @@ def _remove(path: Path) -> None:
         if path.is_symlink() or path.is_file():
             path.unlink()
         else:
-            shutil.rmtree(path)
+            remove_tree(path)
     except OSError as error:
         warnings.warn(f"{path} was not deleted: {error}", stacklevel=2)
 

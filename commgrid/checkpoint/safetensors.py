@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 from commgrid.checkpoint.folder import complete, find, local
 from commgrid.checkpoint.foreign_names import MODEL, Renamed
 from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
+from commgrid.checkpoint.remote import is_remote
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.item import Item, Value, whole
@@ -162,6 +163,11 @@ class Safetensors:
 
     def __init__(self, folder: Path, scales: bool = True) -> None:
         _check_package()
+        if is_remote(folder):
+            raise CheckpointError(
+                f"{folder} has safetensors files, which are read on this machine's file system "
+                "alone; copy them to a folder"
+            )
         self._folder, self._reader = folder, _Reader(folder, scales)
         try:
             metadata = self._reader.read_metadata()
@@ -277,6 +283,8 @@ def export(
     target, naming = local(to), Naming(MODEL, rename)
     if naming.cuts_target:
         raise SpecError("export writes the names in common; leave target= of mapping(…) out")
+    if is_remote(target):
+        raise SpecError(f"to={str(to)!r}: expected a folder of this machine's file system")
     if target.is_dir() and any(target.glob(f"*{SUFFIX}")):
         raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
     if dtype is not None and not dtype.is_floating_point:

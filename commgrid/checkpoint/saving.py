@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,8 +17,12 @@ from commgrid.checkpoint.agreement import (
     Model,
     Progress,
     ProgressLine,
+    axes_apart,
     beside_a_disk,
+    check_shared,
     compare,
+    compare_copies,
+    compare_members,
     count_of,
     everyone,
     failure,
@@ -29,8 +32,8 @@ from commgrid.checkpoint.agreement import (
     tells_failures,
 )
 from commgrid.checkpoint.background import SPARES, BackgroundSave, finish, settle, stage
-from commgrid.checkpoint.copies import axes_apart, check_shared, compare_copies, compare_members
 from commgrid.checkpoint.memory import keep_items
+from commgrid.checkpoint.remote import is_remote, remove_tree
 from commgrid.checkpoint.trust import storable, warn_if_untrusted
 from commgrid.checkpoint.values import OWN, own_path
 from commgrid.checkpoint.writer import Report, write, write_metadata
@@ -74,7 +77,8 @@ def save(
     checkpoints before it as they were.
 
     Args:
-        folder: of checkpoints, on a file system that all nodes share; made if need be.
+        folder: of checkpoints, on a file system that all nodes share; made if need be. A URL, such
+            as `s3://bucket/runs`, is opened by fsspec.
         step: names the checkpoint, and replaces one of its name.
         model: of commgrid's layers, plain modules, FSDP2's or DTensor's; or a pipeline stage's
             chunks. Modules have the names that they have in the whole model; buffers are equal on
@@ -379,6 +383,11 @@ class _Saving:
 
     def stage(self) -> None:
         """Check, and copy what `start` writes."""
+        if is_remote(self.partial):
+            raise SpecError(
+                f"background=True: the threads agree by renaming a folder at once, which "
+                f"{self.partial.parent} does not do; save to a mounted folder, or leave it out"
+            )
         self.check()
         self._staged = stage([_written(item) for item in self.items], SPARES)
 
@@ -397,7 +406,7 @@ class _Saving:
     def give_up(self) -> None:
         """Delete the files, on the first rank."""
         if self._number == 0:
-            shutil.rmtree(self.partial, ignore_errors=True)
+            remove_tree(self.partial, ignore_errors=True)
 
     @property
     def _compares(self) -> bool:

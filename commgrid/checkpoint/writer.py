@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,6 @@ from torch.distributed.checkpoint.default_planner import (
     DefaultSavePlanner,
     create_default_global_save_plan,
 )
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -33,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from commgrid.checkpoint.remote import sync_file, writer_to
 from commgrid.checkpoint.trust import storable
 from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
@@ -84,7 +83,7 @@ def write(
     for item in items:
         (mine if item.writes else left).append(item)
     planner = _Writes(mine, report)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+    writer = writer_to(folder)
     writer.set_up_storage_writer(number == 0)
     plan = writer.prepare_local_plan(SavePlan(planner.held))
     plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
@@ -176,7 +175,7 @@ def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = 
                 "a file system that all nodes share"
             )
     _write_for_megatron(folder)
-    FileSystemWriter(folder).finish(metadata, results)
+    writer_to(folder).finish(metadata, results)
     return sum(result.size_in_bytes for written in found.values() for result in written.results)
 
 
@@ -188,12 +187,10 @@ def _write_for_megatron(folder: Path) -> None:
     }  # fmt: skip
     with (folder / "metadata.json").open("w") as file:
         file.write(json.dumps(said))
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     with (folder / "common.pt").open("wb") as common:
         torch.save({}, common)
-        common.flush()
-        os.fsync(common.fileno())
+        sync_file(common)
 
 
 def _complete(
@@ -308,12 +305,3 @@ def _write_item(item: Item, chunk: Chunk, index: MetadataIndex) -> WriteItem:
     box = ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=sizes)
     data = TensorWriteData(chunk=box, properties=properties, size=torch.Size(item.shape))
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
-
-
-def sync(folder: Path) -> None:
-    """Makes the names in a folder last, as fsync does the bytes of a file."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from commgrid.checkpoint.copies import compare_members, members_of
+from commgrid.checkpoint.agreement import compare_members, members_of
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, local_part
