@@ -18,7 +18,7 @@ ENOUGH = 12
 """Letters that a text needs for its beginning to tell it from others."""
 
 FILLED_IN = {
-    "TransferError: …: …": ["nothing was moved: …"],
+    "TransferError: nothing was moved: …": ["nothing was moved: …"],
     "SpecError: …": [
         "axes: … does not divide … ranks, so …=-1 cannot be filled",
         "axes: … is not the … ranks there are",
