@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 from commgrid.grid_pairs.pairing import Pairing
 from commgrid.health.detector import Watch, WatchedGroup, prepare
@@ -56,6 +57,7 @@ class PairGroup:
         self._timeout, self._told, self._numbering = timeout, told, pair.numbering
         self._hears_silence = pair.hears_silence
         self._watch: Watch | None = None
+        self._addresses: list[tuple[Any, str]] = []
         with torch_nccl.errors_are_ours() if pair.watched else nullcontext():
             self.group = torch_groups.create_group(
                 self.key,
@@ -94,6 +96,7 @@ class PairGroup:
     def _wake(self, why: str, late: bool) -> None:
         """End the waits of this rank after a failure."""
         self._told(why, late)
+        self._addresses = torch_groups.addresses([self.group])
         torch_groups.end_gate(self.group, why, late)
         ended_groups.wake([self.group], self._unconnected, watched=True)
 
@@ -164,13 +167,16 @@ class PairGroup:
         if self._watch is not None:
             self._watch.close()
             broken = broken or self._watch.failure is not None
-        if not torch_groups.is_alive(self.group):
+        is_alive = torch_groups.is_alive(self.group)
+        if is_alive and not broken:
+            try:
+                if finish is not None:
+                    finish()
+            finally:
+                torch_groups.destroy_group(self.group)
             return
-        if broken:
+        if is_alive:
+            self._addresses += torch_groups.addresses([self.group])
             ended_groups.abort_all([self.group], self._unconnected)
-            return
-        try:
-            if finish is not None:
-                finish()
-        finally:
-            torch_groups.destroy_group(self.group)
+        torch_groups.forget_addresses(self._addresses)
+        self._addresses = []

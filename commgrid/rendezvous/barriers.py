@@ -121,8 +121,8 @@ class Barriers:
             why: what a rank is told that waits there.
             *more: other keys, which no rank needs after that.
         """
+        self._used.add(before)  # where another rank may have said the same
         if self.lost is None:
-            self._used.add(before)
             yield from conclude(self._place(before), {"kind": "gone", "message": why, "lost": True})
         at = f"{self._key}/left"
         if (yield from arrive(at, self._me, self.ranks)) is Arrival.LAST:

@@ -175,6 +175,7 @@ NOT_TORCHS = {
     # atexit's
     "_set_global_memory_buffer",
     "_commgrid_mark",
+    "_commgrid_buffers",
     "_C",
 }
 
