@@ -117,17 +117,12 @@ class Card:
         return json.dumps({
             "identity": self.identity, "spec": self.spec.to_dict(),
             "world": len(self.spec.grid_ranks), "backend": self.backend, "timeout": self.timeout,
-            "watched": self.watched, "peer": self.peer, "kinds": self.kinds, "version": VERSION,
+            "watched": self.watched, "peer": self.peer, "kinds": self.kinds,
         })  # fmt: skip
 
     @classmethod
     def from_text(cls, text: str) -> Card:
         said = json.loads(text)
-        if said["version"] != VERSION:
-            raise GridMismatchError(
-                f"one grid has commgrid {VERSION} and the other one {said['version']}; install one "
-                "version for both programs"
-            )
         spec = GridSpec.from_config(said["spec"])
         spec = spec.resolve(said["world"] if spec.ranks is None else None)
         form = said["backend"], said["timeout"], said["watched"]
@@ -240,9 +235,7 @@ class Pairing:
                 about=self._about,
                 rank=self.numbering.rank,
                 ranks=self.ranks,
-                document={
-                    **document, "source_grid": source.identity, "target_grid": target.identity,
-                },
+                document={**document, **self._in_common()},
                 deadline=deadline,
                 phases=phases,
                 call=self._advice,
@@ -300,12 +293,14 @@ class Pairing:
             f"{describe_ranks(own)}" for joint, name, own in numbers
         )  # fmt: skip
         self.backend = torch_world.common_backend(source.kinds, target.kinds)
-        if not self.backend:
-            raise GridMismatchError(
-                f"{self._about}: {target.peer} runs on {', '.join(source.kinds)} and {source.peer} "
-                f"on {', '.join(target.kinds)}; start both with a backend that they have in "
-                "common, such as cpu:gloo,cuda:nccl"
-            )
+
+    def _in_common(self) -> dict[str, Any]:
+        """Plain values that all ranks have in common, where they fit together."""
+        found = {f"{side}_grid": self.cards[side].identity for side in SIDES}
+        if self._elsewhere is None:
+            return found
+        (card,) = (self.cards[side] for side in self._grids)
+        return {**found, "commgrid": VERSION, "backend": self.backend or ", ".join(card.kinds)}
 
     @property
     def _advice(self) -> str:

@@ -62,6 +62,13 @@ class World:
         whole = torch.arange(ROWS * COLUMNS).view(ROWS, COLUMNS) + 1000.0 * version
         return whole.chunk(self.grid.size("tp"))[self.grid.coordinate["tp"]]
 
+    def await_other(self) -> None:
+        """Wait until all ranks of both programs have come here, as one of them serves the store."""
+        dist.barrier()
+        if self.rank == 0:
+            self.store.set(f"{self.name} is done", "")
+            self.store.wait([f"{PEERS[self.name]} is done"])
+
     def holds(self, version: int) -> bool:
         """Whether this rank's model is a version's."""
         return torch.equal(self.model.weight, self.slice(version))

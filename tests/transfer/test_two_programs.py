@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import commgrid
+from commgrid.grid_pairs import pairing
 from commgrid.launching.process import free_port
-from tests.transfer.programs import PEERS, World, both, said, started
+from commgrid.torch_compat import world as torch_world
+from commgrid.version import VERSION
+from tests.transfer.programs import World, both, said, started
 
 VERSIONS = 3
 
@@ -78,18 +82,14 @@ def test_torch_finds_no_group_of_both_programs_by_its_ranks() -> None:
         assert found == [False] * 3
 
 
-def meets_again(world: World) -> int:
+def meets_again(world: World) -> list[str]:
     """Close and meet again, also under another name; the keys left at the store of both."""
     for again in range(3):
         transfer = world.meet(name=f"round {again % 2}")
         transfer.run()
         transfer.close()
-    dist.barrier()
-    if world.rank == 0:
-        world.store.set(f"{world.name} is done", "")
-        world.store.wait([f"{other} is done" for other in PEERS])
-        return sorted(world.store.list_keys())
-    return 0
+    world.await_other()
+    return sorted(world.store.list_keys()) if world.rank == 0 else []
 
 
 def test_nothing_is_left_at_the_store() -> None:
@@ -125,3 +125,102 @@ def test_arguments_that_differ_between_programs_are_named() -> None:
             "and 64 on ranks 0-1" in text
         )
         assert text.endswith("(ranks 0-1 are trainer's ranks 0-1 and rank 2 is engine's rank 0)")
+
+
+def over_a_file(world: World, file: str) -> bool:
+    served, world.store = world.store, dist.FileStore(file)
+    moves(world)
+    del served
+    return True
+
+
+@pytest.mark.full
+def test_programs_meet_at_a_file(tmp_path: Path) -> None:
+    for found in both(over_a_file, over_a_file, (2, 2), str(tmp_path / "store")):
+        assert found == [True, True]
+
+
+def of_another_version(world: World) -> str:
+    if world.name == "engine":
+        pairing.VERSION = "0.0"  # type: ignore[attr-defined]
+    told = said(world.meet)
+    world.await_other()
+    return told
+
+
+@pytest.mark.full
+def test_programs_of_two_versions_are_refused() -> None:
+    trainers, engines = both(of_another_version, of_another_version)
+    for text in (*trainers, *engines):
+        assert text.startswith(
+            "GridMismatchError: transfer 'default': ranks disagree: commgrid is "
+        )
+        assert f"'{VERSION}' on ranks 0-1" in text
+        assert "'0.0' on ranks 2-3" in text
+
+
+def on_other_backends(world: World, kinds: tuple[str, ...]) -> str:
+    if world.name == "engine":
+        torch_world.world_kinds = lambda: kinds  # type: ignore[assignment]
+    told = said(lambda: moves(world))
+    world.await_other()
+    return told
+
+
+@pytest.mark.full
+def test_programs_talk_over_the_backend_that_both_have() -> None:
+    for found in both(on_other_backends, on_other_backends, (2, 2), ("cuda:nccl 2.3", "cpu:gloo")):
+        assert found == ["", ""]
+    for found in both(on_other_backends, on_other_backends, (2, 2), ("cuda:nccl 2.3",)):
+        for text in found:
+            assert "ranks disagree: backend is 'cpu:gloo, cuda:gloo' on ranks 0-1 and " in text
+            assert "'cuda:nccl 2.3' on ranks 2-3" in text
+
+
+def is_one_of_two(world: World, number: int) -> str:
+    """Trainer 0; engine 1, beside which engine 2 comes under the same name."""
+    flag = "engine 1 was told"
+    if number == 0:
+        world.store.wait([flag])
+    elif number == 2:
+        world.store.wait(["commgrid/transfer/default/target"])
+    told = said(lambda: moves(world))
+    dist.barrier()
+    if world.rank == 0:
+        world.store.set(flag if number == 1 else f"{number} is done", "")
+    if number == 0:
+        world.store.wait(["2 is done"])
+    return told
+
+
+@pytest.mark.full
+def test_two_living_engines_of_one_name_are_told() -> None:
+    port = free_port()
+    with (
+        started(is_one_of_two, "trainer", 2, port, 0) as trainer,
+        started(is_one_of_two, "engine", 2, port, 1) as first,
+        started(is_one_of_two, "engine", 2, port, 2) as second,
+    ):
+        for text in first.results():
+            assert "another program has come to a store at 127.0.0.1" in text
+            assert (
+                "as its target, while this one waited; give each pair of programs a name=" in text
+            )
+        assert second.results() == ["", ""]
+        assert trainer.results() == ["", ""]
+
+
+def names_differ(world: World) -> str:
+    model = torch.nn.Linear(2, 2) if world.name == "trainer" else torch.nn.Linear(2, 2, bias=False)
+    return said(lambda: world.meet(model))
+
+
+@pytest.mark.full
+def test_a_tensor_that_one_program_lacks_is_named_on_both() -> None:
+    for found in both(names_differ, names_differ, (2, 1)):
+        for text in found:
+            assert "TransferError: nothing was moved: " in text
+            assert "bias on ranks 0-1 of the source is on no rank of the target" in text
+            assert text.endswith(
+                "(ranks 0-1 are trainer's ranks 0-1 and rank 2 is engine's rank 0)"
+            )
