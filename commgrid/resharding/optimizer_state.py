@@ -35,12 +35,7 @@ from commgrid.resharding.holders import (
 )
 from commgrid.resharding.item import Item, Path, Shared, Value, key_of, local_part, whole
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.naming import (
-    MASTER,
-    key_of_text,
-    split_name,
-    text_of,
-)
+from commgrid.resharding.naming import MASTER, key_of_text, split_name, text_of
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """An optimizer; or several, each of which updates other parameters."""
@@ -237,7 +232,7 @@ class OptimizerState:
             if name not in self._options and key_of(("model", name)) not in stored:
                 continue
             own = {str(key): key for key in part.state}
-            copied = MASTER in state and not self._keeps_master(part)
+            copied = MASTER in state and not self._keeps_master(part, stored)
             path = part.path(MASTER) if copied else ("model", name)
             weight = stored.get(key_of(path))
             if isinstance(weight, TensorStorageMetadata):
@@ -251,8 +246,17 @@ class OptimizerState:
                 item, self._copies[name] = part.made(path, part.tensor.dtype, turns)
                 yield item
 
-    def _keeps_master(self, part: UpdatedPart) -> bool:
-        """Whether `master` of others' files is state of an optimizer, which makes no copies."""
+    def _keeps_master(self, part: UpdatedPart, stored: Mapping[str, Any]) -> bool:
+        """Whether `master` is state of an optimizer, and no fp32 copy of the parameter.
+
+        Where commgrid has saved, it is a copy if it is wider than the weight.
+        """
+        if CLASS in stored or key_of(_option(part.box, CLASS)) in stored:
+            paths = part.path(MASTER), ("model", part.box.name)
+            kinds = [getattr(stored.get(key_of(path)), "properties", None) for path in paths]
+            sizes = [kind.dtype.itemsize for kind in kinds if kind is not None]
+            if len(sizes) == 2 and sizes[0] > sizes[1]:
+                return False
         own = part.optimizer
         return own in self.optimizers and not type(own).__module__.startswith("torch.optim")
 
