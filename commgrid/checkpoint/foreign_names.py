@@ -23,9 +23,10 @@ from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
 from commgrid.layout.box import Shape
-from commgrid.resharding.item import Item, Value
+from commgrid.resharding.dtypes import scales_beside, unscaled
+from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.name_tables.parts import TensorParts
-from commgrid.resharding.naming import MASTER, Naming, split_name, twins
+from commgrid.resharding.naming import MASTER, Naming, copy_of, split_name, twins
 
 MODEL = "model."
 _STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
@@ -175,7 +176,8 @@ class Renamed:
         """Look whether it has these, in these shapes.
 
         Raises:
-            CheckpointError: names what is missing, or has another shape.
+            CheckpointError: names what is missing, has another shape, or would be read without its
+                scale.
         """
         wanted = list(items)
         ours = any(item.key.startswith(MODEL) for item in wanted)
@@ -189,6 +191,28 @@ class Renamed:
                 "prefix= of the model's names, '' if they have none, and rename= if they are others"
             )
         check_has(self.keys, wanted)
+        self._refuse_unscaled(wanted)
+
+    def _refuse_unscaled(self, wanted: Sequence[Item | Value]) -> None:
+        """Refuse numbers of eight bits that would be read without the scale beside them."""
+        dtypes = {
+            key: _text(stored.properties.dtype) for key, stored in self._source.keys.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }  # fmt: skip
+        beside = scales_beside(dtypes)
+        taken = {self._stored[item.key] for item in wanted}
+        for item in wanted if beside else ():
+            key = self._stored[item.key]
+            if not isinstance(item, Item) or key not in beside:
+                continue
+            scale = unscaled(dtypes[key], _text(item.dtype), beside[key], taken)
+            if scale and key_of(copy_of(item.path)) not in self.keys:
+                raise CheckpointError(
+                    f"{key} is {dtypes[key]}, to be multiplied by {scale}, which is not read; "
+                    f"expected a model that has both, with {item.key} in the same dtype, or a file "
+                    "of the products. Scales are multiplied in safetensors files alone: a "
+                    "weight_scale of one number or one a row, and weight_scale_inv of square blocks"
+                )
 
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fills the items' boxes; returns the values by key."""
@@ -206,6 +230,10 @@ class Renamed:
             return asked
         cut, part = self._parts[item.key]
         return replace(asked, shape=cut.shape, chunks=cut.whole(part, asked.chunks))
+
+
+def _text(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _without_padding(

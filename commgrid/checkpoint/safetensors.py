@@ -56,11 +56,16 @@ class _Reader(QuantizedHuggingFaceStorageReader):
     Args:
         folder: of the files.
         scales: whether weights with scales are multiplied by these.
+
+    Attributes:
+        factors: by weight the scales that it is multiplied by after it was read, one number or one
+            for each index of some dims; their names and metadata.
     """
 
     def __init__(self, folder: Path, scales: bool) -> None:
         super().__init__(str(folder))
         self._scales, self._folder = scales, folder
+        self.factors: dict[str, tuple[str, TensorStorageMetadata]] = {}
         self.fs: Any = self  # which it asks for the files
 
     def ls(self, _: str) -> list[str]:
@@ -88,6 +93,7 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         metadata: Metadata = super().read_metadata()
         keys: dict[str, Any] = metadata.state_dict_metadata
         shapes = {}
+        self._take_factors(keys)
         for weight, scale in self._weight_scale_mapping.items():
             stored, start = keys[weight], torch.Size([0] * len(keys[weight].size))
             stored.properties.dtype = self.target_dtype
@@ -100,6 +106,20 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         for scale in self._weight_scale_mapping.values():
             del keys[scale]
         return metadata
+
+    def _take_factors(self, keys: dict[str, Any]) -> None:
+        """Take out of the names scales that are no blocks'."""
+        pairs = {key.removesuffix("_scale"): key for key in keys if key.endswith("_scale")}
+        pairs |= self._weight_scale_mapping
+        for weight, scale in pairs.items() if self._scales else ():
+            stored, factor = keys.get(weight), keys[scale]
+            if stored is None or not _is_float8(stored) or not _is_factor(factor, stored.size):
+                continue
+            self._weight_scale_mapping.pop(weight, None)
+            stored.properties.dtype = self.target_dtype
+            self.factors[weight] = scale, factor
+        for scale, _ in self.factors.values():
+            del keys[scale]
 
     def _load_quantization_metadata(self) -> None:
         """Find the scales by the names in the files, since a single file has no index."""
@@ -118,6 +138,31 @@ class _Reader(QuantizedHuggingFaceStorageReader):
 
 _SCALE, _BLOCKS = "_scale_inv", "_blocks"
 _SIDES = (128, 64, 256, 32, 512, 16)  # by the shapes, no two of these can be meant
+
+
+def _is_float8(stored: TensorStorageMetadata) -> bool:
+    dtype = stored.properties.dtype
+    return dtype.itemsize == 1 and dtype.is_floating_point
+
+
+def _is_factor(factor: TensorStorageMetadata, size: torch.Size) -> bool:
+    """Whether a scale is one number, one for each row, or has the weight's dims or 1 each."""
+    if factor.size.numel() == 1 or (len(size) == 2 and factor.size == size[:1]):
+        return True
+    return len(factor.size) == len(size) and all(
+        each in (1, length) for each, length in zip(factor.size, size, strict=True)
+    )
+
+
+def _multiply(item: Item, factor: Tensor) -> None:
+    """Multiply an item's boxes by those parts of a scale that belong to them."""
+    ones = [1] * (len(item.shape) - factor.dim())
+    wide = factor.reshape(*factor.shape, *ones) if factor.numel() > 1 else factor.reshape(())
+    for offset, data in item.chunks:
+        part = wide
+        for dim, length in enumerate(wide.shape):
+            part = part if length == 1 else part.narrow(dim, offset[dim], data.shape[dim])
+        data.copy_(data.float() * part)
 
 
 def _block_size(shapes: Mapping[str, tuple[torch.Size, torch.Size]], config: Path) -> int:
@@ -198,27 +243,24 @@ class Safetensors:
         """
         planner = _Into(report)
         plan: list[ReadItem] = []
+        products: list[tuple[Item, Tensor]] = []
         for number, item in enumerate(items):
             if isinstance(item, Value):
                 raise CheckpointError(f"{self._folder} has tensors alone, and no {item.key}")
-            self._refuse_unscaled(item)
             plan += planner.reads(f"{number}", item, self.keys[item.key])
+            if item.key in self._reader.factors:
+                name, stored = self._reader.factors[item.key]
+                scale = whole((name,), torch.empty(stored.size))
+                plan += planner.reads(f"{number} {name}", scale, stored)
+                products.append((item, scale.chunks[0].data))
         try:
             self._reader.read_data(LoadPlan(plan), planner).wait()
         except Exception as error:
             raise CheckpointError(f"{self._folder} cannot be read: {error}") from error
+        for product in products:
+            _multiply(*product)
         planner.finish()
         return {}
-
-    def _refuse_unscaled(self, item: Item) -> None:
-        """Refuse a weight whose scale is beside it, and not multiplied here."""
-        dtype = self.keys[item.key].properties.dtype
-        scales = [key for key in self.keys if key.startswith(f"{item.key}_scale")]
-        if scales and dtype.itemsize == 1 and dtype != item.dtype:
-            raise CheckpointError(
-                f"{item.key} is {dtype}, to be multiplied by {scales[0]}, which is not known how; "
-                "expected weight_scale_inv of square blocks, or a model with the same dtype"
-            )
 
 
 class _Into(DefaultLoadPlanner):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import refuse_shared_memory
 from commgrid.resharding.plan import TransferPlan
 from commgrid.transfer.models import device_of
-from commgrid.transfer.sent_boxes import SentLayouts, check_groups
+from commgrid.transfer.sent_boxes import SentLayouts, check_groups, check_scales
 from commgrid.transfer.shared_boxes import check_replicas
 from commgrid.transfer.sides import SourceSide, TargetSide
 
@@ -98,6 +98,7 @@ class Outline:
             if second.layouts.forms and target.grid is not None:
                 target.names.check_used(second.layouts.forms)
             check_groups(sent.groups, second.layouts.forms)
+            check_scales(first.scales, sent.side.forms, second.layouts)
             plans.append(TransferPlan(sent.side, second.layouts, hosts, partly=partly))
             if sent.split.forms:
                 plans.append(TransferPlan(first.layouts, sent.split, hosts, partly=True))
@@ -125,6 +126,7 @@ class _Told:
         members: whether the source may be an ensemble.
         place: a side's, as `OneSide` has it.
         converts: whether convert= was given.
+        scales: as `SourceSide` has them.
     """
 
     layout: bytes | None
@@ -136,6 +138,7 @@ class _Told:
     members: bool
     place: tuple[int, ...]
     converts: bool
+    scales: Mapping[str, list[str]]
 
     @classmethod
     def of(cls, side: SourceSide | TargetSide, compares: bool) -> _Told:
@@ -144,8 +147,11 @@ class _Told:
         layout = held.layout if held is not None else None
         devices = frozenset(held.device_types if held is not None else ())
         flags = side.names.is_partial, compares, side.has_members
-        converts = isinstance(side, SourceSide) and bool(side.given)
-        return cls(layout, socket.gethostname(), devices, side.more, *flags, side.place, converts)
+        source = side if isinstance(side, SourceSide) else None
+        return cls(
+            layout, socket.gethostname(), devices, side.more, *flags, side.place,
+            source is not None and bool(source.given), source.scales if source is not None else {},
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -165,6 +171,11 @@ class _Sides:
     def offers(self) -> list[Any]:
         """What goes with the optimizers of those ranks that have one."""
         return [one.more for one in self.told if one.more is not None]
+
+    @property
+    def scales(self) -> dict[str, list[str]]:
+        """The source's tensors with scales beside them, of all ranks."""
+        return {name: scales for one in self.told for name, scales in one.scales.items()}
 
     @property
     def devices(self) -> frozenset[str]:

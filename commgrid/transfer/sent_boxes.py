@@ -13,8 +13,9 @@ from commgrid.errors import SpecError, TransferError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Box, common, volume
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.resharding.dtypes import unscaled
 from commgrid.resharding.item import Chunk
-from commgrid.resharding.layouts import GridLayouts
+from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.transfer.conversion import Convert, Converted, tried
 from commgrid.transfer.models import Names
@@ -234,3 +235,29 @@ def check_groups(groups: Iterable[Sequence[str]], target: Collection[str]) -> No
                 f"convert= makes {missing} and {there[0]} of one tensor, and the target has only "
                 f"{there[0]}; give the target both"
             )
+
+
+def check_scales(
+    scales: Mapping[str, Collection[str]], sent: Mapping[str, Form], target: GridLayouts
+) -> None:
+    """Refuse numbers of eight bits that would go into wider floats without their scale.
+
+    Args:
+        scales: of tensors of the source, by name.
+        sent: the tensors that the source sends.
+        target: what its ranks hold.
+
+    Raises:
+        TransferError: names both.
+    """
+    taken = set(target.reads.values())
+    for name, form in target.forms.items() if scales else ():
+        read = target.reads[name]
+        if read in scales and read in sent:
+            scale = unscaled(sent[read].dtype, form.dtype, scales[read], taken)
+            if scale:
+                raise TransferError(
+                    f"{name} is {sent[read].dtype} in the source, to be multiplied by {scale}, "
+                    f"which is not moved, and {form.dtype} in the target; move both, or give the "
+                    "source a convert= that returns the product"
+                )

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from commgrid.checkpoint.agreement import compare_members, members_of
 from commgrid.errors import GridMismatchError, SpecError, TransferError
+from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, local_part
 from commgrid.resharding.layouts import Form, GridLayouts
@@ -128,6 +129,8 @@ class SourceSide(OneSide):
         sent: the boxes to send where some are converted; None: `held`.
         values: an optimizer's that are no tensors, which this rank tells.
         more: what targets have to know of these; None: there is no optimizer.
+        scales: by name of a tensor of eight bits that is moved the scales beside it, under the
+            names that they are moved with, or that they have if they are not.
     """
 
     given: Sequence[Convert] = ()
@@ -135,6 +138,7 @@ class SourceSide(OneSide):
     sent: SentBoxes | None = field(default=None, init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
     more: Offer | None = field(default=None, init=False)
+    scales: dict[str, list[str]] = field(default_factory=dict, init=False)
     _boxes: SharedBoxes | None = field(default=None, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
     _items: list[Item] = field(default_factory=list, init=False)
@@ -173,6 +177,8 @@ class SourceSide(OneSide):
         self._items = list(items)
         items = self._items
         called: dict[str, str] = {}
+        dtypes = {item.path[-1]: str(item.dtype).removeprefix("torch.") for item in items}
+        self.scales = {}
         for item in items:
             for part in self.names.of_source(item):
                 name = part.path[-1]
@@ -183,6 +189,12 @@ class SourceSide(OneSide):
                         "give each a name of its own"
                     )
                 held.add(name, part.shape, part.dtype, part.chunks)
+        named: dict[str, list[str]] = {}
+        for name, own in called.items():
+            named.setdefault(own, []).append(name)
+        for own, scales in scales_beside(dtypes).items():
+            for name in named.get(own, ()):
+                self.scales[name] = [to for each in scales for to in named.get(each, [each])]
         if self.optimizer is not None:
             self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
             for one in self._optimizer_state.items(Turns(grid)):

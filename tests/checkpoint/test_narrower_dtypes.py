@@ -268,8 +268,8 @@ def test_scales_of_another_form_are_refused(tmp_path: Path) -> None:
     commgrid.initialize()
     model = nn.Linear(4, 4, bias=False)
     for name, scales in {
-        "weight_scale_inv": torch.ones(4, 1),
-        "weight_scale": torch.ones(1),
+        "weight_scale_inv": torch.ones(3, 1),
+        "weight_scale": torch.ones(2, 2),
     }.items():
         stored = {"weight": torch.ones(4, 4).to(EIGHT), name: scales}
         safetensors.save_file(stored, tmp_path / "model.safetensors")
