@@ -185,7 +185,10 @@ def test_an_engine_of_another_size_comes_after_one_that_was_killed(
 def waits_alone(world: World) -> str:
     """The first rank of an engine leaves its card, and is killed while it waits."""
     if world.rank == 0:
+        world.store.wait(["the other rank has started"])
         dies_in(StoreDriver, "_wait")
+    else:
+        world.store.set("the other rank has started", "")
     told = said(lambda: world.meet(timeout=SHORT))
     world.store.set("the first engine is gone", "")
     return told
