@@ -177,7 +177,7 @@ class BackgroundSave:
         return [rank for number, rank in numbered if self._told(number, failed=True).exists()]
 
     def _claim(self) -> bool:
-        """Return whether this rank ends it: the one that has renamed the folder."""
+        """Return whether this rank ends the save: exactly one rank can rename the folder."""
         if self._partial != self._ending:
             try:
                 self._partial = self._partial.rename(self._ending)

@@ -45,7 +45,7 @@ def whole(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def half(path: Path) -> str | None:
-    """What is missing in half a checkpoint; None: nothing, or that cannot be told."""
+    """Describe what half a checkpoint lacks; None: it is whole, or that cannot be told."""
     try:
         known = (path / METADATA).stat()
         return missing_file(path, _ends(path, known.st_mtime_ns, known.st_size))
@@ -77,7 +77,7 @@ def complete(folder: Path) -> dict[int, Path]:
 
 
 def _named(folder: Path) -> dict[int, Path]:
-    """Folders named after steps, by step, ascending; of two the one that has metadata."""
+    """Folders named after steps, by step, ascending; of two for one step the one with metadata."""
     found: dict[int, Path] = {}
     names = sorted(folder.iterdir()) if folder.is_dir() else []
     for pattern in (_REPLACED, _COMPLETE):

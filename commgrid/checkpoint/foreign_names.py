@@ -71,7 +71,7 @@ class Renamed:
     ) -> None:
         self._source, self._prefix = source, naming.prefix
         self._stored: dict[str, str] = {}
-        self._parts: dict[str, tuple[TensorParts, str]] = {}  # what is a part of what is stored
+        self._parts: dict[str, tuple[TensorParts, str]] = {}  # parts of stored tensors
         begin = naming.prefix
         self._known = {
             key.removeprefix(begin).removeprefix("."): key
@@ -97,7 +97,7 @@ class Renamed:
         self.keys: Mapping[str, Any] = keys | self._padded
 
     def _part(self, name: str, stored: Any) -> Any:
-        """Torch's metadata of what is stored, or of a part of it."""
+        """Torch's metadata of a stored tensor, or of one of its parts."""
         if name not in self._parts:
             return stored
         cut, part = self._parts[name]
@@ -142,7 +142,7 @@ class Renamed:
                     self._name(f"{_OPTIONS}{own}.{option}", stored)
 
     def _add_parts(self, naming: Naming, key: str, name: str, begin: str, end: str) -> None:
-        """What a parameter's tensor, or state of it, is called.
+        """Name a parameter's tensor, or state of it.
 
         Args:
             key: stored.
@@ -222,7 +222,7 @@ class Renamed:
         return {key: found[self._stored[key]] for key in values}
 
     def _asked(self, item: Item | Value) -> Item | Value:
-        """What is to be read of the source, into the same memory."""
+        """The item to read from the source, into the same memory."""
         asked = replace(item, path=(self._stored[item.key],))
         if isinstance(asked, Item) and item.key in self._padded:
             return replace(asked, shape=tuple(self._source.keys[self._stored[item.key]].size))

@@ -307,7 +307,7 @@ class Loading:
                 self._merges += [merge] if merge is not None else []
 
     def _parts_of(self, item: Item | Value) -> Sequence[Item | Value]:
-        """What one is made of, under the names that the checkpoint has after rename=."""
+        """The parts of an item, under the checkpoint's names after rename=."""
         if isinstance(item, Item):
             return self._naming.target(item.path[-1], item.shape).items(item)
         return [item] if self._naming.target(item.path[-1]).names else []

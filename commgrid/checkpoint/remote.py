@@ -1,7 +1,7 @@
 """Folders of other file systems, by fsspec: `s3://bucket/runs`, `gs://…`, `hdfs://…`, `memory://…`.
 
 A path here has the methods of `pathlib.Path` that checkpoints use, so that a folder is written and
-read in one way wherever it is. What differs: a rename copies files one after the other where the
+read in one way wherever it is. One difference: a rename copies files one after the other where the
 storage cannot rename a folder. A crash in between leaves a half of a checkpoint, with files that
 are missing, and halves are skipped.
 """
@@ -29,7 +29,7 @@ class RemotePath(PurePosixPath):
     """A path of another file system; its first part is the protocol, as `s3:`."""
 
     def opened(self) -> tuple[Any, str]:
-        """The file system, with nothing of what it remembers of folders, and the path in it.
+        """The file system, without cached listings of folders, and the path in it.
 
         Raises:
             SpecError: fsspec does not open it, such as for a package that is not installed.
@@ -96,7 +96,7 @@ class RemotePath(PurePosixPath):
         self._call("rm_file")
 
     def remove_tree(self) -> None:
-        """Delete the folder with all that is in it."""
+        """Delete the folder and its contents."""
         self._call("rm", recursive=True)
 
 
@@ -106,7 +106,7 @@ def is_remote(folder: Path) -> bool:
 
 
 def remove_tree(folder: Path, ignore_errors: bool = False) -> None:
-    """Delete a folder with all that is in it."""
+    """Delete a folder and its contents."""
     if not is_remote(folder):
         shutil.rmtree(folder, ignore_errors=ignore_errors)
         return
@@ -141,7 +141,7 @@ def writer_to(folder: Path) -> FileSystemWriter:
 
 
 class _Files(FileSystemBase):
-    """What torch's writer does with files, at `RemotePath`s or texts of them."""
+    """File operations of torch's writer, for `RemotePath`s or their texts."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[Any]:

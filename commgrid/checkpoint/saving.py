@@ -277,7 +277,7 @@ class _State:
         apart = axes_apart(items, self._of_model)
         if not apart:
             return [*items]
-        # What members have under one name is compared when all have written.
+        # Tensors that members have under one name are compared when all have written.
         return [replace(item, repeats=not first) for item in self.items(grid, first, apart)]
 
     def items(

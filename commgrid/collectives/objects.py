@@ -2,8 +2,8 @@
 
 `gathered` returns every rank's value on every rank. `at_first` combines them on one rank: the
 values go to the group's first rank, and one answer, or one error that names the failed ranks,
-comes back to all, so that no rank continues after another has failed. What takes longer than a
-collective may, such as a slow disk, runs `while_others_wait`.
+comes back to all, so that no rank continues after another has failed. Work that
+takes longer than a collective may, such as a slow disk, runs in `while_others_wait`.
 """
 
 from __future__ import annotations

@@ -227,7 +227,7 @@ class _Search:
             self.far += 1
 
     def zero_stages(self, grid: ParallelConfig) -> Iterator[ParallelConfig]:
-        """A grid with what dp may shard: beside a grid that is given, that alone."""
+        """A grid with each ZeRO stage to try: 1 and 3, or the given one."""
         copies = grid.dp * grid.cp > 1 or grid.edp > 1
         stages = (1, 3) if copies and self.placement is None else (1,)
         for stage in self.request.any("zero_stage", stages):

@@ -180,7 +180,7 @@ class Pairing:
         ranks: of both, ascending.
         backend: of their communicator; "": WORLD's.
         legend: for messages, whose joint numbers are which ranks; "" within one world.
-        watched: whether their communicator is to be watched, as it is if one of the grids is.
+        watched: whether their communicator is watched; it always is if one of the grids is.
         hears_silence: whether a rank that is stopped ends it, too: if one of the grids is watched.
         key: at the store, for this bridge or transfer alone.
         leftovers: keys there that no rank needs once it has ended.

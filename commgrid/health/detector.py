@@ -61,7 +61,7 @@ class Watch:
         communicators: those whose backends are asked whether they have failed.
         wake: ends waits on the grid's communicators; is given the failure, and whether it is a rank
             that may live.
-        hears_silence: whether a rank that is stopped is a failure, too, and not only one that ends.
+        hears_silence: whether a stopped rank is a failure, besides an ended one.
     """
 
     def __init__(

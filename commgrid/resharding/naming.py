@@ -99,7 +99,7 @@ class Naming:
 
         Args:
             name: others'.
-            shape: of the tensor; (): of what is no tensor, too.
+            shape: of the tensor; (): also of a plain value.
 
         Raises:
             SpecError: there is no such name, or it gets none that is a text.

@@ -204,7 +204,7 @@ class _Copy:
     """A message through the memory of a device.
 
     Args:
-        works: handles of what this rank has sent and asked for.
+        works: handles of this rank's sends and receives.
         group, peer, target: of a receiver, which copies when the first of `works` has ended.
         held: tensors of messages under way.
     """

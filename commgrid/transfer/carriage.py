@@ -15,7 +15,7 @@ from commgrid.transfer.shared_devices import Sharing
 
 
 class Carriage:
-    """What one run prepares, the next uses again where tensors are still the same.
+    """Buffers and messages of one run serve the next where the tensors are still the same.
 
     Args:
         group: of the ranks of both sides.

@@ -122,12 +122,12 @@ class Names:
         return self._naming.cuts_target
 
     def of_source(self, item: Item) -> list[Item]:
-        """What is moved of a tensor of the source, by its names there or the common ones."""
+        """The moved parts of a source tensor, by the target's names or the common ones."""
         found = self._naming.source(item.path[-1], item.shape).items(item)
         return [one for one in _held(item, found) if self.takes(one.path[-1])]
 
     def of_target(self, item: Item) -> list[Item]:
-        """What is moved into a tensor of the target, likewise."""
+        """The moved parts of a target tensor, likewise."""
         if not self.has(item.path[-1]):
             return []
         return _held(item, self._naming.target(item.path[-1], item.shape).items(item))

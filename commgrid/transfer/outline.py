@@ -169,7 +169,7 @@ class _Sides:
 
     @property
     def offers(self) -> list[Any]:
-        """What goes with the optimizers of those ranks that have one."""
+        """Messages about optimizers, of the ranks that have one."""
         return [one.more for one in self.told if one.more is not None]
 
     @property

@@ -14,7 +14,7 @@ from commgrid.transfer.barriers import TransferBarriers
 
 
 class Sharing(NamedTuple):
-    """What this rank shares.
+    """A GPU that this rank shares.
 
     Args:
         ranks: the others on its GPU.

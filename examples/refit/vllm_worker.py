@@ -68,7 +68,7 @@ WHOLE = (ReplicatedLinear, RMSNorm, nn.LayerNorm)
 
 @dataclass
 class WorkerInfo(WeightTransferInitInfo):
-    """What the trainer tells each worker once.
+    """The trainer's message to each worker, sent once.
 
     Args:
         host, port: of the store where both programs meet.
