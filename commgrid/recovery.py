@@ -56,7 +56,7 @@ from commgrid.checkpoint.memory import (
 from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first, gathered
-from commgrid.equality.lost_numbers import refuse_lost
+from commgrid.equality.lost_numbers import lost_by_all, refuse_lost
 from commgrid.errors import CheckpointError
 from commgrid.planning.survivors import Fits
 from commgrid.rendezvous.timeouts import Seconds
@@ -225,7 +225,7 @@ def recover(
     loading = Loading(grid, lambda: _Memory(mine, forms, grid, group), model, optimizer)
     loading.ties = at_first(group, loading.look, loading.ties_of_all, failed)
     at_first(group, loading.plan, loading.check_all, failed)
-    refuse_lost(at_first(group, lambda: loading.read(lambda *_: None), loading.check_lost, failed))
+    refuse_lost(at_first(group, lambda: loading.read(lambda *_: None), lost_by_all, failed))
     partly = failure("the model is not to be used, as it was recovered in part")
     at_first(group, loading.take, lambda _: None, partly)
     forget(after=chosen.step, grid=grid.name)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.agreement import (
@@ -36,7 +36,7 @@ from commgrid.checkpoint.values import extras_in, is_same_layout, offered
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first
 from commgrid.equality.digest import digest
-from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows, refuse_lost
+from commgrid.equality.lost_numbers import Lost, lost_by_all, lost_numbers, narrows, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of
@@ -189,11 +189,11 @@ def load(
     what = "the model" if found is None else f"step {found}"
     line, report = reporter(progress, f"loading {what}", grid)
 
-    def read() -> dict[str, Lost]:
+    def read() -> list[tuple[str, Lost]]:
         with beside_a_disk(group, grid):
             return loading.read(report)
 
-    refuse_lost(at_first(group, read, loading.check_lost, failed))
+    refuse_lost(at_first(group, read, lost_by_all, failed))
     partly = failure(f"the model is not to be used, as {path} was loaded in part")
     at_first(group, loading.take, lambda _: None, partly)
     loading.warn_of_unread()
@@ -217,10 +217,7 @@ def _found(folder: Path, step: int | None, trusted: bool) -> tuple[int | None, P
     chosen, path = folders.find(folder, step)
     stored = Stored(path, trusted)
     stored.check_files()
-    if chosen is None and isinstance(stored.keys.get("step"), BytesStorageMetadata):
-        said = stored.read([Value(("step",))], lambda *_: None)["step"]
-        chosen = said if isinstance(said, int) else None
-    return chosen, path
+    return stored.step if chosen is None else chosen, path
 
 
 class Loading:
@@ -282,10 +279,10 @@ class Loading:
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
         self._extra = extras_in(self._stored.keys)
         self._own = [Value(path) for path in offered(self._stored.keys, self._grid)]
-        twins_of_these = [twin for _, _, twin in self._twins]
-        self._needed = [*self._staged, *twins_of_these, *self._extra, *self._own]
+        self._needed = [*self._staged, *(t for *_, t in self._twins), *self._extra, *self._own]
         if self._optimizer is not None:
-            self._needed += self._optimizer.targets(self._stored.keys, turns, self._strict)
+            targets = self._optimizer.targets(self._stored.keys, turns, self._strict)
+            self._needed += map(self._state_source, targets)
         # One rank of each stage and member tells, since the others of it have the same names.
         stage, apart = self._grid.spec.regions[0].axes, {"pp", *self._model.own_axes}
         others = (self._grid.coordinate[axis] for axis in stage if axis not in apart)
@@ -347,6 +344,15 @@ class Loading:
         staged = item.staged(stored if narrows(stored, item.dtype) else None)
         return replace(staged, path=path)
 
+    def _state_source(self, item: Item | Value) -> Item | Value:
+        """Return the box to read optimizer state into, as `_source` does."""
+        stored: Any = getattr(self._stored.keys[item.key], "properties", None)
+        if isinstance(item, Item) and item.path[0] != "model" and narrows(stored.dtype, item.dtype):
+            self._live.append(item)
+            item = item.staged(stored.dtype)
+            self._staged.append(item)
+        return item
+
     def check_all(self, told: Sequence[_Names]) -> tuple[list[str], list[str]]:
         """Whether all stages together have all of the checkpoint's model.
 
@@ -388,30 +394,24 @@ class Loading:
             )
         return missing, [key.removeprefix(MODEL) for key in unknown]
 
-    def read(self, report: Report) -> dict[str, Lost]:
+    def read(self, report: Report) -> list[tuple[str, Lost]]:
         """Into memory of its own; return what tensors of another dtype do not hold."""
         self._values = self._stored.read(self._needed, report)
         self._check_twins()
         if self._optimizer is not None:
             self._optimizer.check_options(self._values)
-        found: dict[str, Lost] = {}
+        return list(self._lost())
+
+    def _lost(self) -> Iterator[tuple[str, Lost]]:
         for live, staged in zip(self._live, self._staged, strict=True):
             if isinstance(live, Item) and isinstance(staged, Item) and live.dtype != staged.dtype:
                 total = math.prod(live.shape)
                 for chunk in staged.chunks:
                     lost = lost_numbers(chunk.data, live.dtype, total)
                     if lost.overflowed or (lost.vanished and staged.writes):  # each box once
-                        found[live.key] = found[live.key] + lost if live.key in found else lost
-        return found
-
-    @staticmethod
-    def check_lost(told: Sequence[Mapping[str, Lost]]) -> dict[str, Lost]:
-        """Return the numbers that are lost on all ranks, which is refused for other than a few."""
-        found: dict[str, Lost] = {}
-        for key, lost in chain.from_iterable(one.items() for one in told):
-            found[key] = found[key] + lost if key in found else lost
-        refuse_lost(found, CheckpointError, warns=False)
-        return found
+                        yield live.key, lost
+        if self._optimizer is not None:
+            yield from self._optimizer.lost_in_values(self._values)
 
     @torch.no_grad()
     def take(self) -> None:

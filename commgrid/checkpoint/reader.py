@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -137,6 +138,14 @@ class Stored:
                     f"{folder}/.metadata names a file outside of the folder, {place}; expected "
                     "files in it, so that what is loaded is what was saved there"
                 )
+
+    @property
+    def step(self) -> int | None:
+        """The step that it says it is of."""
+        if not isinstance(self.keys.get("step"), BytesStorageMetadata):
+            return None
+        said = self.read([Value(("step",))], lambda *_: None)["step"]
+        return said if isinstance(said, int) else None
 
     @property
     def ends(self) -> dict[str, int]:

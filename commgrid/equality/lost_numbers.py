@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from commgrid.errors import CommGridError, GridMismatchError
+from commgrid.errors import CheckpointError, CommGridError, GridMismatchError
 
 _MOST = 1000
 """One number in so many may become zero."""
@@ -77,6 +78,21 @@ def lost_numbers(tensor: Tensor, dtype: torch.dtype, total: int) -> Lost:
         overflowed += int((doubtful.isfinite() & ~held.isfinite()).sum())
         vanished += int((held == 0).sum())
     return Lost(name, overflowed, vanished, total)
+
+
+def summed(counts: Iterable[tuple[str, Lost]]) -> dict[str, Lost]:
+    """The counts of tensors, by name, from those of their parts."""
+    found: dict[str, Lost] = {}
+    for name, lost in counts:
+        found[name] = found[name] + lost if name in found else lost
+    return found
+
+
+def lost_by_all(told: Iterable[Iterable[tuple[str, Lost]]]) -> dict[str, Lost]:
+    """The sums of all ranks' counts, which are refused for other than a few."""
+    found = summed(chain.from_iterable(told))
+    refuse_lost(found, CheckpointError, warns=False)
+    return found
 
 
 def refuse_lost(

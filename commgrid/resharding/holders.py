@@ -115,6 +115,14 @@ class UpdatedPart:
         mine = turns.is_mine(self.box.copies, made.nbytes)
         return Item(path, self.box.shape, chunks, dtype, mine), made
 
+    def dtype_for(self, saved: torch.dtype, before: torch.dtype) -> torch.dtype:
+        """The dtype of state that was saved in one; the part's, if the parameter was in it too.
+
+        Args:
+            before: the dtype that the parameter was saved in.
+        """
+        return self.tensor.dtype if saved == before else saved
+
     def beside(self, held: Any, before: torch.dtype) -> Any:
         """State on the part's device; in its dtype, if it had the parameter's before.
 
@@ -122,8 +130,7 @@ class UpdatedPart:
             before: the dtype that the parameter was saved in.
         """
         if isinstance(held, Tensor):
-            dtype = self.tensor.dtype if held.dtype == before else held.dtype
-            return held.to(self.tensor.device, dtype)
+            return held.to(self.tensor.device, self.dtype_for(held.dtype, before))
         if isinstance(held, dict):
             return {key: self.beside(each, before) for key, each in held.items()}
         if type(held) in (list, tuple):

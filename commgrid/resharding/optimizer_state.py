@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.equality.comparison import ByRank, Error, Fact, compare, ends_of
-from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
-from commgrid.equality.values import exact_number_of
+from commgrid.equality.lost_numbers import Lost, lost_numbers
+from commgrid.equality.values import exact_number_of, tensors_in
 from commgrid.errors import CheckpointError, GridMismatchError, SpecError
 from commgrid.replicas import groups_along
 from commgrid.resharding.holders import (
@@ -229,6 +229,7 @@ class OptimizerState:
         for part in chain(*self.parts):
             name, state = part.box.name, keys["state"].get(part.box.name, set())
             found = self._found[name] = {}
+            self._saved_as[name] = part.tensor.dtype
             if name not in self._options and key_of(("model", name)) not in stored:
                 continue
             own = {str(key): key for key in part.state}
@@ -247,10 +248,7 @@ class OptimizerState:
                 yield item
 
     def _keeps_master(self, part: UpdatedPart, stored: Mapping[str, Any]) -> bool:
-        """Whether `master` is state of an optimizer, and no fp32 copy of the parameter.
-
-        Where commgrid has saved, it is a copy if it is wider than the weight.
-        """
+        """Whether `master` is state of an optimizer; not where commgrid has saved a wider copy."""
         if CLASS in stored or key_of(_option(part.box, CLASS)) in stored:
             paths = part.path(MASTER), ("model", part.box.name)
             kinds = [getattr(stored.get(key_of(path)), "properties", None) for path in paths]
@@ -275,14 +273,18 @@ class OptimizerState:
     def _target(
         self, part: UpdatedPart, text: str, stored: Any, turns: Turns
     ) -> Value | tuple[Item, Tensor]:
+        mine = turns.is_mine(part.box.copies, 0) and part.box.is_owner
+        mine = mine and part.start == 0 and part.box.is_first
         if not isinstance(stored, TensorStorageMetadata):
-            return Value(part.path(text))
+            return Value(part.path(text), writes=mine)
         dtype = stored.properties.dtype
+        if text != "step":
+            dtype = part.dtype_for(dtype, self._saved_as[part.box.name])
         if tuple(stored.size) == part.box.shape:
             return part.made(part.path(text), dtype, turns)
         if len(stored.size) == 0 or self._is_whole(part):
             made = torch.zeros(stored.size, dtype=dtype)
-            return whole(part.path(text), made), made
+            return whole(part.path(text), made, writes=mine), made
         raise CheckpointError(
             f"its {key_of(part.path(text))} has shape {tuple(stored.size)}, but the parameter has "
             f"{part.box.shape}, and ranks have slices of it"
@@ -379,7 +381,10 @@ class OptimizerState:
         inner, updated = inner_of(optimizer), [part for _, parts in held for part in parts]
         for group, mine in zip(groups, inner.param_groups, strict=True):
             group.update({key: mine[key] for key in ("param_names",) if key in mine})
-        state = self._as_saved(state, updated)
+        state = {
+            number: {key: self._beside(updated[number], key, one) for key, one in entries.items()}
+            for number, entries in state.items()
+        }
         inner.load_state_dict({"state": state, "param_groups": groups})
         if type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict:
             for number, part in enumerate(updated):  # torch has converted them
@@ -390,26 +395,23 @@ class OptimizerState:
             for outer, mine in zip(optimizer.param_groups, inner.param_groups, strict=True):
                 outer.update({key: value for key, value in mine.items() if key not in NO_OPTIONS})
 
-    def _as_saved(
-        self, state: Mapping[int, Mapping[Any, Any]], parts: Sequence[UpdatedPart]
-    ) -> dict[int, dict[Any, Any]]:
-        """State on its parameters' devices, in their dtypes where it was saved in these.
+    def lost_in_values(self, read: Mapping[str, Any]) -> Iterator[tuple[str, Lost]]:
+        """Count what tensors within values lose in their parameters' dtypes, on one rank of all.
 
-        Raises:
-            CheckpointError: numbers are too large or too small for a parameter's dtype.
+        Args:
+            read: the values that were read, by key.
         """
-        found: dict[int, dict[Any, Any]] = {}
-        lost: dict[str, Lost] = {}
-        for index, part in enumerate(parts):
-            before = self._saved_as.get(part.box.name, part.tensor.dtype)
-            for key, held in state.get(index, {}).items():
-                now = held if key == "step" else part.beside(held, before)
-                found.setdefault(index, {})[key] = now
-                if isinstance(held, Tensor) and now.dtype != held.dtype:
-                    name = key_of(part.path(text_of(part.box.name, key)))
-                    lost[name] = lost_numbers(held, now.dtype, held.numel())
-        refuse_lost(lost, CheckpointError)
-        return found
+        for part in chain(*self.parts):
+            for key, held in self._found[part.box.name].items():
+                if isinstance(held, Value) and held.writes:
+                    before, after = read[held.key], self._beside(part, key, read[held.key])
+                    total = sum(tensor.numel() for tensor in tensors_in(before))
+                    for one, other in zip(tensors_in(before), tensors_in(after), strict=True):
+                        yield held.key, lost_numbers(one, other.dtype, total)
+
+    def _beside(self, part: UpdatedPart, key: Any, held: Any) -> Any:
+        """State on its parameter's device, in its dtype where it was saved in this."""
+        return held if key == "step" else part.beside(held, self._saved_as[part.box.name])
 
 
 def _by_axes(boxes: Iterable[SavedParameter]) -> dict[tuple[str, ...], list[str]]:

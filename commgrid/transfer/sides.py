@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from commgrid.checkpoint.agreement import compare_members, members_of
+from commgrid.equality.lost_numbers import refuse_lost, summed
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.holders import Turns
@@ -352,7 +353,7 @@ class TargetSide(OneSide):
             )
 
     def begin(self, values: Mapping[str, Any]) -> None:
-        """Refuses another optimizer's state, before anything moves."""
+        """Refuses another optimizer's state, and numbers it loses, before anything moves."""
         if self._optimizer_state is not None:
             missing = sorted(self._told - values.keys())
             if missing:
@@ -361,6 +362,7 @@ class TargetSide(OneSide):
                     "optimizer=(source's, target's) on all of its ranks"
                 )
             self._optimizer_state.check_options(values)
+            refuse_lost(summed(self._optimizer_state.lost_in_values(values)), TransferError)
 
     def clear_padding(self) -> None:
         """Make tensors zero that have padding, before they get new numbers."""
