@@ -51,6 +51,7 @@ class LocalBoxes:
         Raises:
             SpecError: that one has another shape or dtype.
         """
+        source = "" if source == name else source
         held = self._tensors.setdefault(name, _HeldTensor(tuple(shape), dtype, source))
         if (held.shape, held.dtype) != (tuple(shape), dtype):
             raise SpecError(
@@ -100,6 +101,15 @@ class LocalBoxes:
         for name, held in self._tensors.items():
             chunks = [Chunk(box[0], tensors[0]) for box, tensors in held.chunks.items()]
             yield name, held.shape, held.dtype, chunks
+
+    @property
+    def twice(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """Two tensors of one box, in memories of their own."""
+        for name, held in self._tensors.items():
+            for first, *others in held.chunks.values():
+                for other in others:
+                    if other.data_ptr() != first.data_ptr():
+                        yield name, first, other
 
     def copy_further(self) -> None:
         """Gives copies of a name on this rank what the first of them has got."""
@@ -253,4 +263,14 @@ def refuse_one_memory(target: LocalBoxes) -> None:
             f"{found[0].name} and {found[1].name} of the target are in one memory, and only one of "
             "them would be there in the end; leave one of them out on both sides, or give the "
             "modules, which know what is tied"
+        )
+
+
+def refuse_overlaps(held: LocalBoxes) -> None:
+    """Refuse parts of a target that overlap: only one of them would get the numbers of both."""
+    for name, one, other in held.overlapping():
+        raise TransferError(
+            f"{name} of the target has parts on this rank that overlap, {list(one[1])} at "
+            f"{list(one[0])} and {list(other[1])} at {list(other[0])}; give parts that are equal, "
+            "or have nothing in common"
         )

@@ -210,6 +210,22 @@ def twins(key: str, ties: Iterable[set[str]]) -> Iterator[str]:
                     yield from (f"{begin}{each}{end}{rest}" for each in sorted(names - {name}))
 
 
+def first_name(key: str, ties: Iterable[set[str]]) -> str:
+    """A tensor's key under the first name of a tied weight, without `model.`.
+
+    >>> first_name("optimizer.state.tokens.weight.step", [{"head.weight", "tokens.weight"}])
+    'optimizer.state.head.weight.step'
+    """
+    for names in ties:
+        for name in names:
+            if key == name:
+                return min(names)
+            start = f"optimizer.state.{name}."
+            if key.startswith(start):
+                return f"optimizer.state.{min(names)}.{key.removeprefix(start)}"
+    return key
+
+
 _ENTRIES = {"model.": "", "optimizer.state.": ".", "optimizer.param_groups.": "."}
 MASTER = "master"
 """The key of the fp32 copy of a parameter in half precision."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch.distributed.tensor import DTensor
 from commgrid.errors import ShapeError, SpecError
 from commgrid.grid_pairs.pairing import OtherWorld
 from commgrid.layout.axis_names import nearest
+from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial, refuse_unreadable
-from commgrid.resharding.naming import Naming, Rename
+from commgrid.resharding.model_state import ModelState
+from commgrid.resharding.naming import Naming, Rename, SharedNames
 from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -121,6 +124,12 @@ class Names:
         """Whether the target's tensors have parts."""
         return self._naming.cuts_target
 
+    def tied(self, side: str, aliases: Iterable[set[str]]) -> list[set[str]]:
+        """The names of tied weights as they are moved; without those of which only parts are."""
+        cut = self._naming.source if side == "source" else self._naming.target
+        each = [[cut(name).names for name in names] for names in aliases]
+        return [{*chain(*names)} for names in each if all(len(own) == 1 for own in names)]
+
     def of_source(self, item: Item) -> list[Item]:
         """The moved parts of a source tensor, by the target's names or the common ones."""
         found = self._naming.source(item.path[-1], item.shape).items(item)
@@ -221,6 +230,37 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
         offset = tuple(begin + more for begin, more in zip(given.offset, inner, strict=True))
     chunks = [Chunk(offset, data)] if data.numel() else []
     return Item(("model", name), shape, chunks, tensor.dtype)
+
+
+Tied = tuple[SharedNames, list[set[str]]]
+"""A rank's weights of which other stages have copies, and the names of those that modules share."""
+Looked = tuple[list[Item], ModelState | None]
+"""The tensors of a model, and what else is known of it."""
+
+
+def items_of(model: Model, grid: HyperCommGrid, rows: Rows) -> Looked:
+    """The tensors of a model, and what else is known of it; of a mapping nothing is."""
+    if isinstance(model, Mapping):
+        return mapped_items(model, rows), None
+    if not isinstance(model, nn.Module | Sequence):
+        raise SpecError(
+            f"a {type(model).__name__} as a model: expected a module, a list of a stage's chunks, "
+            "or a mapping of names to tensors, such as dict(…)"
+        )
+    state = ModelState(model, grid, foreign=True, rows=rows)
+    return [item for item in state.items(Turns(grid)) if isinstance(item, Item)], state
+
+
+def stateful(state: ModelState | None) -> ModelState:
+    """The model's state that an optimizer's belongs to."""
+    if state is None:
+        raise SpecError("optimizer= goes with a module or a stage's chunks, not with a mapping")
+    if state.has_foreign:
+        raise SpecError(
+            "optimizer= does not go with parameters that Megatron-core's or Transformers' layers "
+            "have cut, of whose optimizers nothing is known here; move the weights alone"
+        )
+    return state
 
 
 OfBoth = tuple[Optimizers | None, Optimizers | None]

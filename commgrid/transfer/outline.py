@@ -6,6 +6,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,8 +16,9 @@ from commgrid.collectives.objects import at_first
 from commgrid.errors import TransferError
 from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import refuse_shared_memory
+from commgrid.resharding.naming import ties_of
 from commgrid.resharding.plan import TransferPlan
-from commgrid.transfer.models import device_of
+from commgrid.transfer.models import Tied, device_of
 from commgrid.transfer.sent_boxes import SentLayouts, check_groups, check_scales
 from commgrid.transfer.shared_boxes import check_replicas
 from commgrid.transfer.sides import SourceSide, TargetSide
@@ -35,6 +37,7 @@ class Outline:
         device: of messages.
         compares: whether copies are compared.
         has_members: whether the source may be an ensemble.
+        has_twins: whether a rank of the source has two tensors that are one weight of the target.
         all_offer: whether all ranks of the source have an optimizer.
     """
 
@@ -46,6 +49,7 @@ class Outline:
     device: torch.device
     compares: bool
     has_members: bool
+    has_twins: bool
     all_offer: bool
 
     @classmethod
@@ -68,6 +72,9 @@ class Outline:
         Raises:
             TransferError: on all ranks: the sides do not fit, or the plans differ.
         """
+        source.ties = target.ties = at_first(
+            group, lambda: (source.tied(), target.tied(), bool(source.given)), _ties_of, _failed
+        )
         telling = partial(_Told.of, compares=compares)
         gathered = partial(_Sides.of, ranks)
         first = at_first(group, lambda: telling(source), gathered, _failed)
@@ -108,7 +115,8 @@ class Outline:
         return cls(
             first.layouts, second.layouts, sent, plans[0], plans[1] if plans[1:] else None,
             device_of(group, first.devices | second.devices), compares,
-            any(one.members for one in first.told), len(offers) == len(first.layouts.places),
+            any(one.members for one in first.told), any(one.twins for one in first.told),
+            len(offers) == len(first.layouts.places),
         )  # fmt: skip
 
 
@@ -127,6 +135,7 @@ class _Told:
         place: a side's, as `OneSide` has it.
         converts: whether convert= was given.
         scales: as `SourceSide` has them.
+        twins: whether it has two tensors that are one weight of the target.
     """
 
     layout: bytes | None
@@ -139,6 +148,7 @@ class _Told:
     place: tuple[int, ...]
     converts: bool
     scales: Mapping[str, list[str]]
+    twins: bool
 
     @classmethod
     def of(cls, side: SourceSide | TargetSide, compares: bool) -> _Told:
@@ -151,6 +161,7 @@ class _Told:
         return cls(
             layout, socket.gethostname(), devices, side.more, *flags, side.place,
             source is not None and bool(source.given), source.scales if source is not None else {},
+            source is not None and source.has_twins,
         )  # fmt: skip
 
 
@@ -181,6 +192,18 @@ class _Sides:
     def devices(self) -> frozenset[str]:
         """Those of all tensors."""
         return frozenset(device for one in self.told for device in one.devices)
+
+
+def _ties_of(told: Sequence[tuple[Tied, Tied, bool]]) -> list[set[str]]:
+    """The names of each weight that either side has tied; none where the source converts."""
+    sources, targets, converts = zip(*told, strict=True)
+    if any(converts):
+        return []
+    found = []
+    for side in (sources, targets):
+        shared, aliases = zip(*side, strict=True)
+        found += ties_of(shared, chain.from_iterable(aliases))
+    return ties_of([], found)
 
 
 def _failed(told: str) -> TransferError:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -17,19 +17,30 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from commgrid.checkpoint.agreement import compare_members, members_of
+from commgrid.equality.digest import digest
 from commgrid.equality.lost_numbers import refuse_lost, summed
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, local_part
 from commgrid.resharding.layouts import Form, GridLayouts
-from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory
+from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory, refuse_overlaps
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.naming import copy_of, not_taken
+from commgrid.resharding.naming import copy_of, first_name, not_taken, shared_in, twins
 from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.transfer.conversion import Convert
-from commgrid.transfer.models import Model, Names, Part, Rows, mapped_items, several, tensors_of
+from commgrid.transfer.models import (
+    Looked,
+    Model,
+    Names,
+    Part,
+    Tied,
+    items_of,
+    several,
+    stateful,
+    tensors_of,
+)
 from commgrid.transfer.sent_boxes import SentBoxes, ToldSent
 from commgrid.transfer.shared_boxes import SharedBoxes
 
@@ -59,6 +70,7 @@ class OneSide(ABC):
 
     Attributes:
         held: since `hold` was called last; of a target's optimizer state, new tensors.
+        ties: the names of each tied weight of either side, under the first of which it is moved.
     """
 
     model: Model | None
@@ -66,6 +78,8 @@ class OneSide(ABC):
     optimizer: Optimizers | None
     names: Names
     held: LocalBoxes | None = field(default=None, init=False)
+    ties: Sequence[set[str]] = field(default=(), init=False)
+    _looked: Looked | None = field(default=None, init=False)  # by `tied`, for the first `hold`
     _state: ModelState | None = field(default=None, init=False)
     _seen: list[Any] = field(default_factory=list, init=False)
 
@@ -73,6 +87,16 @@ class OneSide(ABC):
     @abstractmethod
     def what(self) -> str:
         """The side's name in messages."""
+
+    def tied(self) -> Tied:
+        """The names of this rank's tied weights, as they are moved."""
+        if self.grid is None or self.model is None or isinstance(self.model, Mapping):
+            return {}, []
+        self._looked = items_of(self.model, self.grid, self.names.rows_of(self.what))
+        items, state = self._looked
+        parts = [part for item in items for part in self._parts_of(item)]
+        aliases = state.aliases if state is not None else []
+        return shared_in(parts), self.names.tied(self.what, aliases)
 
     def hold(self) -> LocalBoxes | None:
         """Looks at the model and its optimizer, once more before every run.
@@ -86,7 +110,10 @@ class OneSide(ABC):
         self._seen, self.held = [], LocalBoxes()
         if self.model is None:
             return self.held
-        items, self._state = _items_of(self.model, self.grid, self.names.rows_of(self.what))
+        looked, self._looked = self._looked, None
+        items, self._state = looked or items_of(
+            self.model, self.grid, self.names.rows_of(self.what)
+        )
         self._fill(self.held, items, self.grid)
         self._seen = tensors_of(self.model)
         return self.held
@@ -112,6 +139,10 @@ class OneSide(ABC):
     def has_members(self) -> bool:
         """Whether its grid has an axis along which ranks may have other models."""
         return self._state is not None and bool(self._state.own_axes)
+
+    @abstractmethod
+    def _parts_of(self, item: Item) -> list[Item]:
+        """What is moved of a tensor."""
 
     @abstractmethod
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
@@ -168,10 +199,37 @@ class SourceSide(OneSide):
         if self.sent is not None:
             self.sent.end()
 
+    @property
+    def has_twins(self) -> bool:
+        """Whether this rank has two tensors that are one weight of the target."""
+        return bool(self.ties) and any(True for _ in self._twins())
+
+    def _twins(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        names = {min(tied) for tied in self.ties}
+        twice = self.held.twice if self.held is not None else ()
+        return (each for each in twice if first_name(each[0], self.ties) == each[0] in names)
+
+    def compare_twins(self) -> None:
+        """Refuse different numbers on this rank for one weight of the target.
+
+        Raises:
+            TransferError: names both of its names.
+        """
+        for name, one, other in self._twins():
+            if int(digest(one)) != int(digest(other)):
+                tied = " and ".join(sorted(next(each for each in self.ties if name in each)))
+                raise TransferError(
+                    f"{tied} are one weight of the target, and differ in the source; untie them, "
+                    "or have rename= return None for one"
+                )
+
     def compare_members(self) -> None:
         """As `copies.compare_members`; collective over the source."""
         if self._state is not None:
             compare_members(self._items, self._state)
+
+    def _parts_of(self, item: Item) -> list[Item]:
+        return self.names.of_source(item)
 
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
@@ -184,23 +242,26 @@ class SourceSide(OneSide):
             for part in self.names.of_source(item):
                 name = part.path[-1]
                 other = called.setdefault(name, item.path[-1])
-                if other != item.path[-1] and not held.has(name, part.chunks):
+                first = first_name(name, self.ties)
+                if other != item.path[-1] and not held.has(first, part.chunks):
                     raise SpecError(
                         f"rename= calls both {other} and {item.path[-1]} of the source {name}; "
                         "give each a name of its own"
                     )
-                held.add(name, part.shape, part.dtype, part.chunks)
+                held.add(first, part.shape, part.dtype, part.chunks)
         named: dict[str, list[str]] = {}
         for name, own in called.items():
             named.setdefault(own, []).append(name)
         for own, scales in scales_beside(dtypes).items():
             for name in named.get(own, ()):
-                self.scales[name] = [to for each in scales for to in named.get(each, [each])]
+                told = [to for each in scales for to in named.get(each, [each])]
+                self.scales[first_name(name, self.ties)] = [first_name(t, self.ties) for t in told]
         if self.optimizer is not None:
-            self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
+            self._optimizer_state = OptimizerState(self.optimizer, stateful(self._state))
             for one in self._optimizer_state.items(Turns(grid)):
                 if isinstance(one, Item):
-                    held.add(one.key, one.shape, one.dtype, one.chunks)
+                    name = first_name(one.key, self.ties)
+                    held.add(name, one.shape, one.dtype, one.chunks)
                 else:
                     values.append(one)
             self.more = Offer(tuple(value.key for value in values))
@@ -278,16 +339,31 @@ class TargetSide(OneSide):
             offers: of its ranks with an optimizer.
         """
         self._offered = dict(forms)
+        for name, form in forms.items():
+            ours = name if name.startswith("optimizer.") else f"model.{name}"
+            for twin in twins(ours, self.ties):
+                self._offered.setdefault(twin.removeprefix("model."), form)
         self._stored = {
             name if name.startswith("optimizer.") else f"model.{name}": TensorStorageMetadata(
                 TensorProperties(dtype=getattr(torch, form.dtype)), torch.Size(form.shape), []
             )
-            for name, form in forms.items()
+            for name, form in self._offered.items()
         }
-        values = {key: BytesStorageMetadata() for offer in offers for key in offer.keys}
-        self._stored.update(values)
-        self._told = frozenset(values)
+        self._told = frozenset(key for offer in offers for key in offer.keys)
+        values = dict.fromkeys(self._told, BytesStorageMetadata())
+        self._stored.update(self._with_twins(values))
         self.wants = bool(values)
+
+    def _with_twins(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values by key, of a tied weight under each of its names."""
+        found = dict(values)
+        for key, value in values.items():
+            for twin in twins(key, self.ties):
+                found.setdefault(twin, value)
+        return found
+
+    def _parts_of(self, item: Item) -> list[Item]:
+        return self.names.of_target(item)
 
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         self._merges = []
@@ -300,31 +376,35 @@ class TargetSide(OneSide):
                 held.add(name, part.shape, part.dtype, part.chunks, self._read_from(part))
         # A module has one part of each parameter, and a table may tie two.
         if isinstance(self.model, Mapping) or self.names.cuts_target:
-            _refuse_overlaps(held)
+            refuse_overlaps(held)
         if self.optimizer is not None and not self.wants:
             raise TransferError(
                 "the target has an optimizer and the source has none; give both, "
                 "optimizer=(source's, target's), or neither"
             )
         if self.optimizer is not None:
-            self._optimizer_state = OptimizerState(self.optimizer, _with(self._state))
+            self._optimizer_state = OptimizerState(self.optimizer, stateful(self._state))
             self.more = tuple(self._optimizer_state.updated)
             for one in self._optimizer_state.targets(self._stored, Turns(grid)):
                 if isinstance(one, Item) and one.path[0] == "model":  # an fp32 copy that starts so
                     name = key_of(copy_of(one.path))
-                    held.add(name, one.shape, one.dtype, one.chunks, one.path[-1])
+                    read = first_name(one.path[-1], self.ties)
+                    held.add(name, one.shape, one.dtype, one.chunks, read)
                 elif isinstance(one, Item):
-                    held.add(one.key, one.shape, one.dtype, one.chunks)
+                    read = first_name(one.key, self.ties)
+                    held.add(one.key, one.shape, one.dtype, one.chunks, read)
         refuse_one_memory(held)
 
     def _read_from(self, item: Item) -> str:
-        """The fp32 copy that a tensor is read from, if it is more precise than the weight."""
+        """The source's tensor that one is read from: an fp32 copy that is more precise, or it."""
         name = item.path[-1]
         copy = key_of(copy_of(item.path))
+        read = first_name(name, self.ties)
         if copy not in self._offered or name not in self._offered:
-            return ""
+            return read
         given: torch.dtype = getattr(torch, self._offered[name].dtype)
-        return copy if torch.promote_types(item.dtype, given) != given else ""
+        more = torch.promote_types(item.dtype, given) != given
+        return first_name(copy, self.ties) if more else read
 
     def check_offer(self, offers: Iterable[Offer], wants: Iterable[tuple[str, ...]]) -> None:
         """Refuses state that no rank of the target takes.
@@ -339,6 +419,7 @@ class TargetSide(OneSide):
         told = [key for offer in offers for key in offer.keys]
         there = [*self._offered, *dict.fromkeys(told)] if told else []
         known = {name for names in wants for name in names}
+        known = known.union(*(names for names in self.ties if names & known))
         unknown = sorted(key.removeprefix(_OPTIONS) for key in not_taken(there, known))
         if unknown and not known:
             raise TransferError(
@@ -355,6 +436,7 @@ class TargetSide(OneSide):
     def begin(self, values: Mapping[str, Any]) -> None:
         """Refuses another optimizer's state, and numbers it loses, before anything moves."""
         if self._optimizer_state is not None:
+            values = self._with_twins(values)
             missing = sorted(self._told - values.keys())
             if missing:
                 raise TransferError(
@@ -379,43 +461,10 @@ class TargetSide(OneSide):
             merge()
         if self._optimizer_state is not None:
             with torch.no_grad():
-                self._optimizer_state.take(values)
+                self._optimizer_state.take(self._with_twins(values))
         elif self._state is not None:
             self._state.tell_loaded()
 
 
-def _refuse_overlaps(held: LocalBoxes) -> None:
-    """Refuse parts of a target that overlap: only one of them would get the numbers of both."""
-    for name, one, other in held.overlapping():
-        raise TransferError(
-            f"{name} of the target has parts on this rank that overlap, {list(one[1])} at "
-            f"{list(one[0])} and {list(other[1])} at {list(other[0])}; give parts that are equal, "
-            "or have nothing in common"
-        )
-
-
-def _items_of(
-    model: Model, grid: HyperCommGrid, rows: Rows
-) -> tuple[list[Item], ModelState | None]:
-    """The tensors of a model, and what else is known of it; of a mapping nothing is."""
-    if isinstance(model, Mapping):
-        return mapped_items(model, rows), None
-    if not isinstance(model, nn.Module | Sequence):
-        raise SpecError(
-            f"a {type(model).__name__} as a model: expected a module, a list of a stage's chunks, "
-            "or a mapping of names to tensors, such as dict(…)"
-        )
-    state = ModelState(model, grid, foreign=True, rows=rows)
-    return [item for item in state.items(Turns(grid)) if isinstance(item, Item)], state
-
-
-def _with(state: ModelState | None) -> ModelState:
-    """The model's state that an optimizer's belongs to."""
-    if state is None:
-        raise SpecError("optimizer= goes with a module or a stage's chunks, not with a mapping")
-    if state.has_foreign:
-        raise SpecError(
-            "optimizer= does not go with parameters that Megatron-core's or Transformers' layers "
-            "have cut, of whose optimizers nothing is known here; move the weights alone"
-        )
-    return state
+def _other(read: str, name: str) -> str:
+    return "" if read == name else read

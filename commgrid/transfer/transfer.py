@@ -314,6 +314,8 @@ class Transfer:
         Returns:
             Whether one of the ranks does.
         """
+        if self._outline.has_twins:
+            self._agree(self._source.compare_twins, lambda _: None)
         if not self._outline.compares:
             if self._outline.has_members:
                 self._agree(self._source.compare_members, lambda _: None)
