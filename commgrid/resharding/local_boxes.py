@@ -149,7 +149,7 @@ class LocalBoxes:
     def parts(self) -> list[MemoryPart]:
         """Where each box lies in memory; call it after the last `add`."""
         return [
-            MemoryPart(tensor, name, (name, box))
+            MemoryPart(tensor, name, (held.source or name, box))  # which gets one box's numbers
             for name, held in self._tensors.items()
             for box, tensors in held.chunks.items()
             for tensor in tensors if tensor.numel()

@@ -109,11 +109,13 @@ class ModelState:
 
     @property
     def aliases(self) -> list[set[str]]:
-        """The names of each parameter that modules share."""
+        """The names of each parameter and each persistent buffer that modules share."""
         names: dict[int, set[str]] = {}
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), set()).add(_clean(name))
+        for name, placement in self._buffers():
+            names.setdefault(id(placement.buffer), set()).add(name)
         return [each for each in names.values() if len(each) > 1]
 
     @property
