@@ -34,7 +34,7 @@ from commgrid.torch_compat.world import is_joint, seeing
 
 
 class Arguments(NamedTuple):
-    """Arguments of a call that this rank gives to torch; `commgrid.call_records.call` is its record.
+    """Arguments that this rank gives to torch in a call (recorded as `commgrid.call_records.call`).
 
     Args:
         operation: such as `all_reduce` (`commgrid.call_records.operations`).
