@@ -99,6 +99,8 @@ class Item:
                 f"{self.shape[0] if own.is_stacked else 1}; say with mark_buffers(…, merge=) how "
                 "they become one, or leave it out"
             )
+        for chunk in chunks:
+            refuse_unwritable(self.key, chunk.data)
         made = [Chunk((0, *c.offset), c.data.new_empty((count, *c.data.shape))) for c in chunks]
 
         def merge() -> None:
@@ -115,7 +117,9 @@ class Item:
         return replace(self, shape=shape, chunks=chunks)
 
     def staged(self, dtype: torch.dtype | None = None) -> Item:
-        """The same boxes with memory of their own, on the CPU, to be read into."""
+        """The same boxes with memory of their own, on the CPU, to be read into, and then taken."""
+        for chunk in self.chunks:
+            refuse_unwritable(self.key, chunk.data)
         chunks = [
             Chunk(c.offset, torch.empty_like(c.data, dtype=dtype, device="cpu"))
             for c in self.chunks
@@ -334,6 +338,36 @@ def refuse_unreadable(name: str, tensor: Tensor) -> None:
     if told:
         shape = "" if is_lazy(tensor) else f" of shape {tuple(tensor.shape)}"
         raise SpecError(f"{name}{shape} has no plain numbers: it {told}")
+
+
+def refuse_unwritable(name: str, tensor: Tensor) -> None:
+    """Refuse a target that torch does not write, or of which elements are one in memory."""
+    told = ""
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        told = (
+            "it was made in torch.inference_mode(), and this is outside of it; call this within "
+            "it, too, or make the model under torch.no_grad()"
+        )
+    elif _overlaps_itself(tensor):
+        told = "elements of it are one in memory, as expand() makes them; give a clone() of it"
+    if told:
+        raise SpecError(f"{name} of shape {tuple(tensor.shape)} cannot be written: {told}")
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    steps = [(step, n) for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1]
+    reach, is_plain = 0, True
+    for step, count in sorted(steps) if tensor.numel() else ():
+        if not step:
+            return True
+        is_plain = is_plain and step > reach
+        reach += step * (count - 1)
+    if is_plain:
+        return False
+    places = torch.zeros((), dtype=torch.int64)
+    for step, count in steps:
+        places = places.unsqueeze(-1) + step * torch.arange(count)
+    return len({*places.flatten().tolist()}) < tensor.numel()
 
 
 def local_part(tensor: Tensor) -> Tensor:

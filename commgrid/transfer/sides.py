@@ -22,7 +22,7 @@ from commgrid.equality.lost_numbers import refuse_lost, summed
 from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.holders import Turns
-from commgrid.resharding.item import Item, Value, key_of, local_part
+from commgrid.resharding.item import Item, Value, key_of, local_part, refuse_unwritable
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory, refuse_overlaps
 from commgrid.resharding.model_state import ModelState
@@ -34,6 +34,7 @@ from commgrid.transfer.models import (
     Looked,
     Model,
     Names,
+    Offer,
     Part,
     Tied,
     items_of,
@@ -45,17 +46,6 @@ from commgrid.transfer.sent_boxes import SentBoxes, ToldSent
 from commgrid.transfer.shared_boxes import SharedBoxes
 
 _OPTIONS = "optimizer.param_groups."
-
-
-@dataclass(frozen=True)
-class Offer:
-    """A source optimizer's values that are no tensors, by name.
-
-    Args:
-        keys: of all values.
-    """
-
-    keys: tuple[str, ...]
 
 
 @dataclass
@@ -324,12 +314,21 @@ class TargetSide(OneSide):
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
     _offered: dict[str, Form] = field(default_factory=dict, init=False)
     _stored: dict[str, Any] = field(default_factory=dict, init=False)
+    _writable: tuple[LocalBoxes, bool] | None = field(default=None, init=False)  # when it was so
     _told: frozenset[str] = field(default=frozenset(), init=False)
     _merges: list[Callable[[], None]] = field(default_factory=list, init=False)
 
     @property
     def what(self) -> str:
         return "target"
+
+    def hold(self) -> LocalBoxes | None:
+        held, mode = super().hold(), torch.is_inference_mode_enabled()
+        if held is not None and self._writable != (held, mode):
+            for part in held.parts:
+                refuse_unwritable(part.name, part.tensor)
+            self._writable = held, mode
+        return held
 
     def take_offer(self, forms: Mapping[str, Form], offers: Iterable[Offer]) -> None:
         """Hears what the source has.
