@@ -80,6 +80,7 @@ class Renamed:
         members: dict[str, str] = {}
         if with_optimizer:
             members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
+            _refuse_nested(getattr(source, "paths", {}))
         for key in source.keys:
             if key.startswith("optimizer.") and not (with_optimizer or self._is_copy(key)):
                 self._name(key, key)
@@ -234,6 +235,21 @@ class Renamed:
 
 def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _refuse_nested(paths: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse dicts and lists that torch has taken apart, whose keys' types it does not say.
+
+    Args:
+        paths: of each key.
+    """
+    for path in paths.values():
+        if path[:2] == ("optimizer", "state") and len(path) > 4:
+            raise CheckpointError(
+                f"its optimizer keeps a dict or a list for {path[2]}, {path[3]}, whose parts torch "
+                "has saved one by one and does not put together; save with commgrid.checkpoint, or "
+                "load the model alone"
+            )
 
 
 def _without_padding(

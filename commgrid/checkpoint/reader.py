@@ -140,6 +140,13 @@ class Stored:
                 )
 
     @property
+    def paths(self) -> Mapping[str, tuple[Any, ...]]:
+        """Each key's place in the nested dict that was saved, of those that torch has flattened."""
+        told: Any = self._metadata.planner_data
+        found = told.items() if isinstance(told, Mapping) else ()
+        return {key: path for key, path in found if isinstance(path, tuple)}
+
+    @property
     def step(self) -> int | None:
         """The step that it says it is of."""
         if not isinstance(self.keys.get("step"), BytesStorageMetadata):

@@ -81,6 +81,11 @@ class UpdatedPart:
         found: Mapping[Any, Any] = self.optimizer.state.get(self.tensor, {})
         return found
 
+    @property
+    def is_first(self) -> bool:
+        """Whether it begins where the parameter does."""
+        return self.start == 0 and self.box.is_first
+
     def chunks(self, data: Tensor) -> list[Chunk]:
         """The boxes of a tensor that is as the part."""
         return self.box.chunks(data, self.start, self.stop)

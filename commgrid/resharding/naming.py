@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.errors import SpecError
+from commgrid.errors import CheckpointError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Shape
 from commgrid.resharding.item import Item, Path, Value
@@ -276,15 +276,25 @@ def text_of(parameter: str, key: Any) -> str:
     )
 
 
-def key_of_text(text: str, own: Mapping[str, Any]) -> Any:
-    """The key that a text is of; others write numbers as texts.
+def key_of_text(text: str, own: Mapping[str, Any], is_torchs: bool = False) -> Any:
+    """The key that a text is of; torch writes numbers and tuples as texts.
 
     Args:
         own: by text the keys that the optimizer has already.
+        is_torchs: whether torch has written it.
+
+    Raises:
+        CheckpointError: it may be of a number or a tuple.
     """
-    if text[:1] == "[":
-        with suppress(ValueError, SyntaxError):
+    with suppress(ValueError, SyntaxError):
+        if text[:1] == "[":
             return ast.literal_eval(text[1:-1])
+        if is_torchs and text not in own and not isinstance(ast.literal_eval(text), str):
+            raise CheckpointError(
+                f"its optimizer state has the key {text}, a text or the value that it stands for, "
+                "which torch's files do not tell; call step() of the optimizer once before the "
+                "load, so that it has its keys"
+            )
     return own.get(text, text)
 
 

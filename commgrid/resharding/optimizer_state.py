@@ -120,15 +120,14 @@ class OptimizerState:
 
     def _entry(self, part: UpdatedPart, text: str, held: Any, mine: bool) -> Item | Value:
         # Of other than a number for each element, all parts say the same (`check_values`).
-        first, path = part.start == 0 and part.box.is_first, part.path(text)
-        copies = part.box.copies
+        path, copies = part.path(text), part.box.copies
         if not isinstance(held, Tensor):
             part.refuse_slices(text, held)
-            return Value(path, held, mine and first, copies=copies)
+            return Value(path, held, mine and part.is_first, copies=copies)
         if part.is_like(held):
             return Item(path, part.box.shape, part.chunks(held), held.dtype, mine, copies=copies)
         if held.dim() == 0 or self._is_whole(part):
-            return whole(path, local_part(held), writes=mine and first, copies=copies)
+            return whole(path, local_part(held), writes=mine and part.is_first, copies=copies)
         raise SpecError(
             f"{part.box.name}: the optimizer's {text!r} of shape {tuple(held.shape)} belongs to "
             f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "
@@ -240,7 +239,7 @@ class OptimizerState:
                 self._saved_as[name] = weight.properties.dtype
             for text in sorted(state - {MASTER} if copied else state):
                 target = self._target(part, text, stored[key_of(part.path(text))], turns)
-                key = key_of_text(text, own)
+                key = key_of_text(text, own, is_torchs=not self._is_ours(part, stored))
                 found[key] = target if isinstance(target, Value) else target[1]
                 yield target if isinstance(target, Value) else target[0]
             if part.has_copy:
@@ -249,7 +248,7 @@ class OptimizerState:
 
     def _keeps_master(self, part: UpdatedPart, stored: Mapping[str, Any]) -> bool:
         """Whether `master` is state of an optimizer; not where commgrid has saved a wider copy."""
-        if CLASS in stored or key_of(_option(part.box, CLASS)) in stored:
+        if self._is_ours(part, stored):
             paths = part.path(MASTER), ("model", part.box.name)
             kinds = [getattr(stored.get(key_of(path)), "properties", None) for path in paths]
             sizes = [kind.dtype.itemsize for kind in kinds if kind is not None]
@@ -257,6 +256,10 @@ class OptimizerState:
                 return False
         own = part.optimizer
         return own in self.optimizers and not type(own).__module__.startswith("torch.optim")
+
+    def _is_ours(self, part: UpdatedPart, stored: Mapping[str, Any]) -> bool:
+        """Whether commgrid has saved a part's state, as the class of its optimizer says."""
+        return CLASS in stored or key_of(_option(part.box, CLASS)) in stored
 
     def _keys_by_parameter(self, stored: Mapping[str, Any]) -> dict[str, dict[str, set[str]]]:
         """The last names of the keys of this rank's parameters, by kind and parameter."""
@@ -273,8 +276,7 @@ class OptimizerState:
     def _target(
         self, part: UpdatedPart, text: str, stored: Any, turns: Turns
     ) -> Value | tuple[Item, Tensor]:
-        mine = turns.is_mine(part.box.copies, 0) and part.box.is_owner
-        mine = mine and part.start == 0 and part.box.is_first
+        mine = turns.is_mine(part.box.copies, 0) and part.box.is_owner and part.is_first
         if not isinstance(stored, TensorStorageMetadata):
             return Value(part.path(text), writes=mine)
         dtype = stored.properties.dtype

@@ -272,7 +272,8 @@ def loads_more() -> str:
         checkpoint.load(f"{folder}/right", model, optimizer, progress=False)
         assert state_of(optimizer)[0].keys() == {"'ema.fast'", "3"}
         renamed = nn.ModuleDict({"up": nn.Linear(2, 2, bias=False)})
-        fresh = Kept(renamed.parameters(), {})
+        fresh = Kept(renamed.parameters(), {3: torch.zeros_like})
+        fresh.step()
         checkpoint.load(f"{folder}/right", renamed, fresh, rename=lambda name: f"up.{name}",
                         progress=False)  # fmt: skip
         assert "'ema.fast'" in state_of(fresh)[0]
