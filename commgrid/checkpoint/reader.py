@@ -58,7 +58,7 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
         CheckpointError: names what is missing, has another shape, or a dtype whose numbers would
             not be the same.
     """
-    missing, other, changed = [], [], []
+    missing, other, changed, own = [], [], [], ""
     for item in items:
         stored = keys.get(item.key)
         if stored is None:
@@ -68,6 +68,11 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
             shape = tuple(stored.size) if whole else "no tensor"
             if shape != item.shape:
                 other.append(f"{item.key} is {shape}, here {item.shape}")
+                if item.repeats and whole and shape[1:] == item.shape:  # a buffer
+                    own = (
+                        f"; if {shape[0]} ranks each had a buffer of their own, say so of the "
+                        "model's with mark_buffers(…, own=…, merge=…)"
+                    )
             elif whole:
                 dtypes = [
                     str(d).removeprefix("torch.") for d in (stored.properties.dtype, item.dtype)
@@ -77,7 +82,7 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
     if missing:
         raise CheckpointError(f"of another model: it has no {_some(missing)}")
     if other:
-        raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}")
+        raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}{own}")
     if changed:
         raise CheckpointError(
             f"of other dtypes, in which its numbers would be others: {_some(changed)}; load into "

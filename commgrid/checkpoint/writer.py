@@ -241,9 +241,15 @@ def _check_whole(metadata: Metadata) -> None:
         if isinstance(stored, TensorStorageMetadata):
             held = sum(math.prod(chunk.sizes) for chunk in stored.chunks)
             if held != math.prod(stored.size):
+                shapes = sorted({tuple(chunk.sizes) for chunk in stored.chunks})
+                uneven = (
+                    f"; slices have one length on all ranks, and these have shapes "
+                    f"{' and '.join(map(str, shapes[:3]))}"
+                )
                 raise CheckpointError(
                     f"the ranks of the grid hold {held} elements of {key}, which is of shape "
-                    f"{tuple(stored.size)}; save is for all ranks of the grid, with the same model"
+                    f"{tuple(stored.size)}{uneven if len(shapes) > 1 else ''}; save is for all "
+                    "ranks of the grid, with the same model"
                 )
 
 
