@@ -522,8 +522,8 @@ MUTANTS = (
     Mutant(
         "one checkpoint more than asked is kept",
         "commgrid/checkpoint/folder.py",
-        "max(len(older) - (keep - 1), 0)",
-        "max(len(older) - keep, 0)",
+        "if kept < keep:",
+        "if kept <= keep:",
         ("tests/checkpoint/test_odd_models.py::test_links_and_earlier_steps",),
     ),
     Mutant(
@@ -748,8 +748,8 @@ MUTANTS = (
     Mutant(
         "an older state in memory is taken before a newer checkpoint",
         "commgrid/recovery.py",
-        "if saved and saved[-1] > having[0].step:",
-        "if saved and saved[-1] < having[0].step:",
+        "if saved and saved[0] > having[0].step:",
+        "if saved and saved[0] < having[0].step:",
         ("tests/checkpoint/test_kept.py::test_a_newer_checkpoint_goes_first",),
     ),
     # -- sharding ----------------------------------------------------------------------------

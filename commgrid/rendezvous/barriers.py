@@ -113,16 +113,18 @@ class Barriers:
             yield WaitKey(key, (yield Now()) + timeouts().answer)
         return missing
 
-    def close(self, before: str, why: str, *more: str) -> Protocol[None]:
+    def close(self, *more: str, before: str = "", why: str = "") -> Protocol[None]:
         """Leave; the last rank to leave deletes all keys.
 
         Args:
-            before: the barrier that this rank would pass next, which does not open any more.
-            why: what a rank is told that waits there.
             *more: other keys, which no rank needs after that.
+            before: the barrier that this rank would pass next, which does not open any more; "":
+                others do not wait for it.
+            why: told to a rank that waits there.
         """
-        self._used.add(before)  # where another rank may have said the same
-        if self.lost is None:
+        if before:
+            self._used.add(before)  # where another rank may have said the same
+        if before and self.lost is None:
             yield from conclude(self._place(before), {"kind": "gone", "message": why, "lost": True})
         at = f"{self._key}/left"
         if (yield from arrive(at, self._me, self.ranks)) is Arrival.LAST:

@@ -106,7 +106,7 @@ class TransferBarriers:
         """Leave; the last rank deletes what is left at the store."""
         with suppress(StoreLostError):
             why = f"rank {self.rank} has closed the transfer, or its program has ended"
-            self._driver.run(self._barriers.close(self.next, why, *self._leftovers))
+            self._driver.run(self._barriers.close(*self._leftovers, before=self.next, why=why))
         self._driver.close()
 
 

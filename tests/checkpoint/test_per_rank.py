@@ -249,6 +249,9 @@ def saves_what_differs(folder: str, in_background: bool) -> dict[str, str]:
         except CheckpointError as error:
             told[what] = str(error)
             assert checkpoint.steps(f"{folder}/{what}") == []
+        if what == "step" and differs:  # one number for all slices of a parameter
+            for parameter in model[1].parameters():
+                optimizer.state[parameter]["step"] -= 1
         checkpoint.save(f"{folder}/first {what}", 1, model, optimizer, extra=extra,
                         copies="first", progress=False)  # fmt: skip
         if what != "group":  # whose groups load refuses on rank 1 alone

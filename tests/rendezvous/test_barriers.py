@@ -26,9 +26,9 @@ def passing(rank: int, world: int, fails: int | None = None) -> Protocol[str]:
             yield from made.fail(name, "failed", f"rank {rank} failed")
         decision = yield from made.come(name, (yield Now()) + LIMIT, "did not come")
         if not is_good(decision):
-            yield from made.close("run 2", "")
+            yield from made.close(before="run 2")
             raise Ended(decision["message"])
-    yield from made.close("run 2", "")
+    yield from made.close(before="run 2")
     return "passed"
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_leaves_early_ends_what_it_would_pass_next() -> None:
             told.append(decision.get("message", ""))
             if told[-1]:
                 break
-        yield from made.close("run 1" if rank == 1 else "run 2", f"rank {rank} has left")
+        yield from made.close(before="run 1" if rank == 1 else "run 2", why=f"rank {rank} has left")
         return told
 
     for seed in range(50):
