@@ -408,8 +408,8 @@ class Loading:
                 total = math.prod(live.shape)
                 for chunk in staged.chunks:
                     lost = lost_numbers(chunk.data, live.dtype, total)
-                    if lost.overflowed or (lost.vanished and staged.writes):  # each box once
-                        yield live.key, lost
+                    if lost.overflowed or lost.vanished:
+                        yield live.key, replace(lost, is_copy=not staged.writes)
         if self._optimizer is not None:
             yield from self._optimizer.lost_in_values(self._values)
 

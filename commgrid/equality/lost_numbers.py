@@ -27,12 +27,14 @@ class Lost:
         overflowed: how many would be infinite.
         vanished: how many others would be zero.
         total: how many the whole tensor has.
+        is_copy: whether another rank counts the same numbers for all.
     """
 
     dtype: str
     overflowed: int
     vanished: int
     total: int
+    is_copy: bool = False
 
     def __add__(self, other: Lost) -> Lost:
         """The counts of two parts of a tensor."""
@@ -55,12 +57,12 @@ def lost_numbers(tensor: Tensor, dtype: torch.dtype, total: int) -> Lost:
     """Count the numbers of a tensor that a dtype does not hold.
 
     Args:
-        tensor: of which `total` numbers are all.
+        tensor: of which `total` numbers are all; of complex ones each part counts.
         dtype: that it is going to have.
     """
-    if tensor.is_complex():
-        tensor, dtype = torch.view_as_real(tensor), dtype.to_real()
     name = str(dtype).removeprefix("torch.")
+    if tensor.is_complex():
+        tensor, dtype, total = torch.view_as_real(tensor), dtype.to_real(), 2 * total
     if not tensor.numel() or not narrows(tensor.dtype, dtype):
         return Lost(name, 0, 0, total)
     limits = torch.finfo(dtype)
@@ -89,8 +91,15 @@ def summed(counts: Iterable[tuple[str, Lost]]) -> dict[str, Lost]:
 
 
 def lost_by_all(told: Iterable[Iterable[tuple[str, Lost]]]) -> dict[str, Lost]:
-    """The sums of all ranks' counts, which are refused for other than a few."""
-    found = summed(chain.from_iterable(told))
+    """The sums of all ranks' counts, which are refused for other than a few.
+
+    Those of copies stand where the ranks that count for all have no overflow.
+    """
+    counts = [*chain.from_iterable(told)]
+    found = summed(one for one in counts if not one[1].is_copy)
+    for name, lost in counts:
+        if lost.is_copy and lost.overflowed and not (name in found and found[name].overflowed):
+            found[name] = lost
     refuse_lost(found, CheckpointError, warns=False)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ def lost_between(
 ) -> dict[str, Lost]:
     """Count what targets of narrower dtypes do not hold; collective over the group.
 
+    Of copies one counts, and all of them where that one has lost nothing.
+
     Args:
         held: this rank's boxes of the source.
         source, target: both sides.
@@ -85,14 +88,27 @@ def lost_between(
             dtypes[name] = dtype
     if not dtypes:
         return {}
-    counts = torch.zeros(len(dtypes), 3, dtype=torch.int64)
+    me = dist.get_process_group_ranks(group)[group.rank()]
+    counts = torch.zeros(len(dtypes), 2, 2, dtype=torch.int64)
     for row, (name, dtype) in zip(counts, dtypes.items(), strict=True):
-        for tensor in held.tensors(reads[name]) if held is not None else ():
-            lost = lost_numbers(tensor, dtype, tensor.numel())
-            row += torch.tensor([lost.overflowed, lost.vanished, lost.total])
+        tensors = held.tensors(reads[name]) if held is not None else []
+        forms = source.held_as(reads[name]) if tensors else {}
+        for tensor, box in zip(
+            tensors, forms[source.places[me]].boxes if tensors else (), strict=True
+        ):
+            holders = (min(source.ranks_of[p]) for p, form in forms.items() if box in form.boxes)
+            lost = lost_numbers(tensor, dtype, 0)
+            both = torch.tensor([lost.overflowed, lost.vanished])
+            row[1] += both
+            row[0] += both if me == min(holders) else 0
     rows = all_reduce(counts.to(device), group, op="sum").tolist()
-    forms = target.forms
-    return {name: Lost(forms[name].dtype, *row) for name, row in zip(dtypes, rows, strict=True)}
+    found = {}
+    for (name, dtype), (once, all_copies) in zip(dtypes.items(), rows, strict=True):
+        form = target.forms[name]
+        total = math.prod(form.shape) * (2 if dtype.is_complex else 1)
+        overflowed, vanished = once if any(once) else all_copies
+        found[name] = Lost(form.dtype, overflowed, vanished, total)
+    return found
 
 
 @dataclass(frozen=True)

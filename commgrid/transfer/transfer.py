@@ -287,7 +287,8 @@ class Transfer:
     def _prepare(self) -> None:
         """Check that this rank's tensors are as they were planned."""
         if self._broken:
-            raise TransferError(f"an earlier run has ended: {self._broken}; make a new Transfer")
+            advice = "" if "make a new Transfer" in self._broken else "; make a new Transfer"
+            raise TransferError(f"an earlier run has ended: {self._broken}{advice}")
         for grid in self._grids.values():
             check_alive("transfer", grid)
         if not self._close.alive:

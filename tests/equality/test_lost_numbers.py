@@ -45,7 +45,7 @@ def test_it_counts_what_a_conversion_loses(
 def test_of_complex_numbers_both_parts_count() -> None:
     parts = torch.tensor([[1e-50, 1e300], [1.0, 1e300]], dtype=torch.float64)
     lost = lost_numbers(torch.view_as_complex(parts), torch.complex64, 4)
-    assert lost == Lost("float32", overflowed=2, vanished=1, total=4)
+    assert lost == Lost("complex64", overflowed=2, vanished=1, total=8)
 
 
 def test_ordinary_weights_lose_nothing() -> None:
