@@ -48,6 +48,8 @@ class LocalBoxes:
     ) -> None:
         """Adds a tensor's boxes; one of a name that is there already is a further copy.
 
+        Boxes without elements are left out: nothing of them is moved or compared.
+
         Raises:
             SpecError: that one has another shape or dtype.
         """
@@ -58,7 +60,7 @@ class LocalBoxes:
                 f"{name} is twice on this rank, of shape {held.shape} and dtype {held.dtype}, and "
                 f"of shape {tuple(shape)} and dtype {dtype}; expected copies"
             )
-        for chunk in chunks:
+        for chunk in _filled(chunks):
             box = (tuple(chunk.offset), tuple(chunk.data.shape))
             held.chunks.setdefault(box, []).append(chunk.data)
 
@@ -87,7 +89,7 @@ class LocalBoxes:
 
     def has(self, name: str, chunks: Iterable[Chunk]) -> bool:
         """Whether the same memory is there already, as of a tied tensor's second name."""
-        return [chunk.data.data_ptr() for chunk in chunks] == [
+        return [chunk.data.data_ptr() for chunk in _filled(chunks)] == [
             tensor.data_ptr() for tensor in self.tensors(name)
         ]
 
@@ -164,6 +166,11 @@ class LocalBoxes:
             for tensors in held.chunks.values()
             for tensor in tensors
         }
+
+
+def _filled(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The boxes that have elements."""
+    return (chunk for chunk in chunks if chunk.data.numel())
 
 
 class MemoryPart(NamedTuple):
