@@ -330,6 +330,8 @@ def refuse_unreadable(name: str, tensor: Tensor) -> None:
     elif tensor.is_quantized or tensor.layout != torch.strided or tensor.is_nested:
         kind = tensor.dtype if tensor.is_quantized else tensor.layout
         told = f"is {kind}; keep its numbers and scales or indices as plain tensors, in buffers"
+    elif str(tensor.dtype).endswith("_x2"):
+        told = f"is {tensor.dtype}, two numbers a byte; keep it as its view(torch.uint8)"
     elif hasattr(tensor.data, "__tensor_flatten__") and not isinstance(tensor, DTensor):
         told = (
             f"is a {type(tensor.data).__name__}, whose numbers are in inner tensors; save and move "

@@ -130,8 +130,8 @@ class OptimizerState:
             return whole(path, local_part(held), writes=mine and part.is_first, copies=copies)
         raise SpecError(
             f"{part.box.name}: the optimizer's {text!r} of shape {tuple(held.shape)} belongs to "
-            f"a part of shape {tuple(part.tensor.shape)}; expected that shape, or one number, as "
-            "element-wise optimizers have, or a parameter of which every rank has all"
+            f"a part of shape {tuple(part.tensor.shape)}; expected that shape (with FSDP2 a "
+            "DTensor, as of zeros_like(parameter)), or one number, or a parameter that is not cut"
         )
 
     def _is_whole(self, part: UpdatedPart) -> bool:
