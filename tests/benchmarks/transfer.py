@@ -16,6 +16,12 @@ which is compared with what it has to be after the first time. The peers:
 `move` is as `Transfer` comes, which compares the source's copies to the last bit before it sends
 one. No peer does; `move, copies="any"` is without.
 
+`two programs` is a transfer between two programs of 2 ranks, each with a torch.distributed of its
+own, beside the same transfer between 2 + 2 ranks of one world; each repeat has both, one after the
+other. The time is that of `run`, until the last rank is done; bytes are what all ranks receive of
+each other in it. Memory is the most that a rank takes to make the transfer and run it twice, its
+tensors apart.
+
 `planning` is what a rank does without the others, of a model of 10,000 parameters on 1,024 ranks,
 to 256 others or to the same: reading all layouts, the plan, its digest, and the rank's own
 messages. Their boxes, of which FSDP2's ranks have millions, are listed when they are moved.
@@ -25,7 +31,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import random
 import shutil
 import statistics
@@ -33,7 +38,6 @@ import sys
 import tempfile
 import time
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,9 +45,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -51,10 +54,11 @@ import commgrid
 from commgrid import checkpoint
 from commgrid.resharding.layouts import Form, GridLayouts, LayoutEntry, pack
 from commgrid.resharding.transport import most_of
-from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.transfer import Transfer, TransferPlan
 from tests.benchmarks.race import meet
 from tests.benchmarks.report import Row, compare, main, run_on_ranks
+from tests.benchmarks.transfer_model import CUT, WIDTH, build, part_of, shapes_of, stage_of
+from tests.benchmarks.transfer_programs import PROGRAMS, two_programs
 from tests.megatron_adapter.wheels import on_release
 from tests.transfer.cuts import Cut
 from tests.transfer.pairs import on
@@ -63,7 +67,7 @@ CHECKPOINT, GATHER = "checkpoint", "all-gather and slice"
 RELEASE = "0.19.2"
 MEGATRON = f"megatron-core {RELEASE}"
 OURS = {"compare": "move", "any": 'move, copies="any"'}
-WIDTH, RANKS = 512, 8
+RANKS = 8
 PAIRS = {
     "tp 2 · pp 2 · dp 2 → tp 4 · dp 2": (on(8, tp=2, pp=2, dp=2), on(8, tp=4, dp=2)),
     "fsdp 8 → tp 4 · dp 2": (on(8, dp=8, way="fsdp"), on(8, tp=4, dp=2)),
@@ -83,68 +87,6 @@ PLANNING = {
     )
     for ranks in (range(1024, 1280), range(1024))  # others, or the same
 }
-CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}  # over tp; the rest is whole
-
-
-# -- the model ---------------------------------------------------------------------------
-
-
-class Layer(nn.Module):
-    """An MLP with its norm."""
-
-    def __init__(self, grid: commgrid.HyperCommGrid) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = ColumnParallelLinear(WIDTH, 4 * WIDTH, grid=grid)
-        self.down = RowParallelLinear(4 * WIDTH, WIDTH, grid=grid)
-
-
-def shapes_of(layers: int) -> dict[str, tuple[int, ...]]:
-    """Every full parameter of the model."""
-    parts = {
-        "norm.weight": (WIDTH,), "norm.bias": (WIDTH,),
-        "up.weight": (4 * WIDTH, WIDTH), "up.bias": (4 * WIDTH,),
-        "down.weight": (WIDTH, 4 * WIDTH), "down.bias": (WIDTH,),
-    }  # fmt: skip
-    return {f"layers.{i}.{part}": shape for i in range(layers) for part, shape in parts.items()}
-
-
-def full_of(name: str, shape: tuple[int, ...]) -> Tensor:
-    """What a full parameter is: numbers that tell element and name."""
-    start = zlib.crc32(name.encode()) % 4093
-    return torch.arange(start, start + math.prod(shape), dtype=torch.float32).view(shape)
-
-
-def part_of(name: str, full: Tensor, grid: commgrid.HyperCommGrid) -> Tensor:
-    """A rank's slice of a full parameter."""
-    dim = CUT.get(name.split(".", 2)[2])
-    if dim is None:
-        return full
-    size = full.shape[dim] // grid.size("tp")
-    return full.narrow(dim, grid.get_local_rank("tp") * size, size)
-
-
-def stage_of(name: str, layers: int, grid: commgrid.HyperCommGrid) -> int:
-    return int(name.split(".")[1]) * grid.size("pp") // layers
-
-
-def build(cut: Cut, grid: commgrid.HyperCommGrid, layers: int) -> nn.Module:
-    """This rank's part of the model, filled."""
-    model = nn.Module()
-    own = [i for i in range(layers) if i * grid.size("pp") // layers == grid.get_local_rank("pp")]
-    model.layers = nn.ModuleDict({str(i): Layer(grid) for i in own})
-    if cut.way == "fsdp":
-        for layer in (*model.layers.values(), model):
-            fully_shard(layer, mesh=grid.device_mesh("dp"))
-    shapes = shapes_of(layers)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            part: Any = part_of(name, full_of(name, shapes[name]), grid)
-            if isinstance(parameter, DTensor):
-                mesh, placements = parameter.device_mesh, parameter.placements
-                part = distribute_tensor(part, mesh, placements, src_data_rank=None)
-            parameter.copy_(part)
-    return model
 
 
 # -- who moves it ------------------------------------------------------------------------
@@ -359,6 +301,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
                     launcher="torchrun", timeout=900,
                 )  # fmt: skip
             yield from rows_of(case, ranks)
+    for case, pair in PROGRAMS.items():
+        if wanted(case):
+            yield from two_programs(case, pair, layers, args.repeats)
     layers = layers_for(args.megabytes, 12 * WIDTH * WIDTH)
     for case, sizes in MEGATRONS.items():
         if wanted(case):

@@ -110,7 +110,10 @@ def test_the_sdist_holds_what_the_repository_has(built: Built) -> None:
     assert {"README.md", "CHANGELOG.md", "LICENSE", "setup.py", "pyproject.toml"} <= set(tops)
     assert {"SECURITY.md", "MANIFEST.in", "mkdocs.yml"} <= set(tops)
     expected = files(built.source, *rooms, *tops)
-    tested = ("published", "draw", "report", "benchmark_picture", "curves_picture")
+    tested = (
+        "published", "draw", "report", "benchmark_picture", "curves_picture", "race", "transfer",
+        "transfer_model", "transfer_programs",
+    )  # fmt: skip
     benchmarks = files(built.source, "tests/benchmarks") - {
         f"tests/benchmarks/{name}.py" for name in tested
     }
