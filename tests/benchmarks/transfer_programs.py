@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -62,13 +61,20 @@ def transfer_of(
     return make, dict(models["target"].named_parameters()) if "target" in models else {}
 
 
+@torch.no_grad()
+def clear(tensors: dict[str, Tensor]) -> None:
+    """Give tensors numbers that no transfer brings."""
+    for tensor in tensors.values():
+        tensor.fill_(-7.0)
+
+
 def in_a_tree(
-    tree: str, pair: tuple[Cut, Cut], layers: int, repeats: int, port: int
+    tree: str, pair: tuple[Cut, Cut], layers: int, repeats: int, ports: tuple[int, int]
 ) -> dict[str, list[float]]:
     """Each metric of this rank, by repeat. Ranks of all trees take turns; the first is not kept."""
     warnings.simplefilter("ignore")
     commgrid.join()
-    store = dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
+    turns, store = (dist.TCPStore("127.0.0.1", port, wait_for_workers=False) for port in ports)
     make, target = transfer_of(tree, pair, layers, store)
     expected = {name: tensor.detach().clone() for name, tensor in target.items()}
     found: dict[str, list[float]] = {metric: [] for metric in METRICS}
@@ -89,17 +95,13 @@ def in_a_tree(
         made.run()
         made.close()
 
-    shuffle = random.Random(0).shuffle
     for turn in range(repeats + PEAKS + 2):
-        with torch.no_grad():
-            for tensor in target.values():
-                tensor.fill_(7.0)
-        order = [ONE, TWO]
-        shuffle(order)  # in the same way on all ranks
-        for place, contestant in enumerate(order):
-            if store.add(f"{turn} {place}", 1) == sum(ranks for ranks, _ in TREES.values()):
-                store.set(f"{turn} {place} begins", "")
-            store.wait([f"{turn} {place} begins"])
+        for contestant in (ONE, TWO) if turn % 2 else (TWO, ONE):  # each is as often the first
+            if contestant == TREES[tree][1]:
+                clear(target)
+            if turns.add(f"{turn} {contestant}", 1) == sum(ranks for ranks, _ in TREES.values()):
+                turns.set(f"{turn} {contestant} begins", "")
+            turns.wait([f"{turn} {contestant} begins"])
             if contestant != TREES[tree][1]:
                 continue
             if turn <= repeats:
@@ -115,26 +117,29 @@ def in_a_tree(
 
 def two_programs(case: str, *given: Any) -> Iterator[Row]:
     """Rows of a case, of two programs beside one world."""
-    port = free_port()
+    ports = free_port(), free_port()  # where ranks take turns, and where two programs meet
     ranks: dict[str, list[dict[str, list[float]]]] = {ONE: [], TWO: []}
     with ThreadPoolExecutor() as pool, ExitStack() as started:
         trees = [
             Ranks(
-                in_a_tree, count, tree, *given, port, backend=None, launcher="torchrun",
+                in_a_tree, count, tree, *given, ports, backend=None, launcher="torchrun",
                 timeout=900, check=False,
             )
             for tree, (count, _) in TREES.items()
         ]  # fmt: skip
         for tree in trees:
             started.enter_context(tree)
-        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        stores = [
+            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+            for port in ports
+        ]
         ends = {
             pool.submit(tree.results): contestant
             for tree, (_, contestant) in zip(trees, TREES.values(), strict=True)
         }
         for end in as_completed(ends):  # the first to fail is the cause of the others
             ranks[ends[end]] += end.result()
-        del store  # which has served them until here
+        del stores  # which have served them until here
     for metric, (unit, of_ranks) in METRICS.items():
         ours, theirs = (
             [of_ranks(values) for values in zip(*(r[metric] for r in ranks[which]), strict=True)]
