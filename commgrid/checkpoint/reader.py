@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path, PurePath
@@ -51,6 +52,21 @@ def missing_file(folder: Path, ends: Mapping[str, int]) -> str | None:
     return None
 
 
+def refuse_outside(index: Path, names: Iterable[str]) -> None:
+    """Refuse an index that names files outside of its folder.
+
+    Raises:
+        CheckpointError: names the first.
+    """
+    for name in sorted(names):
+        place = PurePath(name)
+        if place.is_absolute() or ".." in place.parts:
+            raise CheckpointError(
+                f"{index} names a file outside of the folder, {place}; expected files in it, so "
+                "that what is loaded is what was saved there"
+            )
+
+
 def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
     """Check that items are in torch's metadata, in these shapes.
 
@@ -59,7 +75,8 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
             not be the same.
     """
     missing, other, changed, own = [], [], [], ""
-    for item in items:
+    wanted = list(items)
+    for item in wanted:
         stored = keys.get(item.key)
         if stored is None:
             missing.append(item.key)
@@ -80,7 +97,9 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
                 if not keeps_numbers(*dtypes):
                     changed.append("{} is {}, here {}".format(item.key, *dtypes))
     if missing:
-        raise CheckpointError(f"of another model: it has no {_some(missing)}")
+        spare = sorted({*keys} - {item.key for item in wanted})
+        near = "".join(f"; it has {name}" for name in get_close_matches(missing[0], spare, 1))
+        raise CheckpointError(f"of another model: it has no {_some(missing)}{near}")
     if other:
         raise CheckpointError(f"of another model, whose shapes differ: {_some(other)}{own}")
     if changed:
@@ -136,13 +155,8 @@ class Stored:
         except Exception as error:  # pickle raises any type
             raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
         self.keys: Mapping[str, Any] = self._metadata.state_dict_metadata
-        for name in {info.relative_path for info in self._metadata.storage_data.values()}:
-            place = PurePath(name)
-            if place.is_absolute() or ".." in place.parts:
-                raise CheckpointError(
-                    f"{folder}/.metadata names a file outside of the folder, {place}; expected "
-                    "files in it, so that what is loaded is what was saved there"
-                )
+        files = {info.relative_path for info in self._metadata.storage_data.values()}
+        refuse_outside(folder / ".metadata", files)
 
     @property
     def paths(self) -> Mapping[str, tuple[Any, ...]]:

@@ -28,20 +28,19 @@ _WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module"}
 
 
 class ModelState:
-    """This rank's part of a model, by the names that parameters have in the whole.
+    """This rank's part of a model, under the names of the full model.
 
     Args:
-        model: a module, or a pipeline stage's chunks, whose modules have the names that they have
-            in the whole model.
-        grid: where it lies.
-        foreign: whether it may have parameters that another library's layers have cut, where these
-            say how.
+        model: a module, or a pipeline stage's chunks, whose modules are named as in the full model.
+        grid: the grid that it is sharded over.
+        foreign: whether it may have parameters sharded by another library's layers that describe
+            their sharding.
         rows: how many entries along dim 0 of a tensor are no padding, by its name; None: all.
-        apart: axes along which ranks have other modules.
+        apart: axes along which ranks have other modules, such as members of an ensemble.
 
     Raises:
         SpecError: two chunks have different parameters of one name, or a parameter is sliced over
-            something that is not of the grid.
+            a group outside the grid.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class ModelState:
                     continue
                 if name in self.placements:
                     raise SpecError(
-                        f"two chunks have a parameter {name!r}, and not the same one; modules of a "
-                        "chunk need the names that they have in the whole model"
+                        f"two chunks have different parameters named {name!r}; name their modules "
+                        "as in the full model"
                     )
                 known.add(id(placement.parameter))
                 self.placements[name] = placement
@@ -101,7 +100,7 @@ class ModelState:
             self._cuts[id(parameter)] = cut
 
     def settle(self) -> None:
-        """Has every parameter be where it was looked at, with weights that are whole."""
+        """Reshard FSDP's modules, and wait for weights that are being gathered."""
         for module in self._by_fsdp:
             module.reshard()
         for reducer in self._reducers():
@@ -125,7 +124,7 @@ class ModelState:
 
     @property
     def own_axes(self) -> list[str]:
-        """The user's own axes along which no layer or reducer says that ranks have one model."""
+        """The user's axes that no layer or reducer uses, so that ranks may have other models."""
         used = axes_in_use(self.placements.values(), self.grid)
         for reducer in self._reducers():
             used |= reducer.groups.used
@@ -145,10 +144,10 @@ class ModelState:
         return replace(box, copies=copies, parts=parts)
 
     def clear_padding(self, names: Container[str]) -> None:
-        """Make those of its tensors zero of which not all entries are numbers.
+        """Zero the tensors that have padding; their other numbers are loaded afterwards.
 
         Args:
-            names: of the tensors that get new numbers.
+            names: of the tensors that are loaded.
         """
         tensors = {name: each.parameter for name, each in self.placements.items()}
         for name, tensor in chain(tensors.items(), ((n, b.buffer) for n, b in self._buffers())):
@@ -187,7 +186,7 @@ class ModelState:
             yield Value(("model", name), module.get_extra_state(), mine, copies=everywhere)
 
     def set_values(self, read: Mapping[str, Any]) -> None:
-        """Gives modules their extra states.
+        """Give modules their extra states.
 
         Args:
             read: by key; a module whose state is not there keeps its own.
@@ -198,18 +197,18 @@ class ModelState:
                 module.set_extra_state(read[key])
 
     def tell_loaded(self) -> None:
-        """Tells optimizers that have copies of the weights, unless one is loaded itself."""
+        """Tell optimizers that have copies of the weights, unless one is loaded itself."""
         for reducer in self._reducers():
             reducer.weights_loaded()
 
     def _reducers(self) -> Iterator[Reducer]:
-        """Of the model's gradients, each once."""
+        """Yield the reducers of the model's gradients, without duplicates."""
         slots = (slot_of(placement.parameter) for placement in self.placements.values())
         found = (slot.reducer for slot in slots if slot is not None)
         yield from dict.fromkeys(reducer for reducer in found if reducer is not None)
 
     def _buffers(self) -> Iterator[tuple[str, BufferPlacement]]:
-        """Persistent ones, of every chunk."""
+        """Yield the persistent buffers of all chunks."""
         for chunk in self.chunks:
             for found in buffer_placements(chunk):
                 if found.is_persistent:
@@ -218,7 +217,7 @@ class ModelState:
     def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules with extra state, by the name that torch gives it."""
         for name, module in self._modules():
-            if type(module).get_extra_state is not nn.Module.get_extra_state:
+            if _has_extra_state(module):
                 yield _join(name, _EXTRA), module
 
     def _modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -231,14 +230,25 @@ def chunks_of(model: object) -> list[nn.Module]:
     """Return the chunks of a model.
 
     Raises:
-        SpecError: it is none.
+        SpecError: it is neither a module nor a list of modules.
     """
     chunks = [model] if isinstance(model, nn.Module) else model
-    if not isinstance(chunks, Sequence) or not all(isinstance(c, nn.Module) for c in chunks):
-        raise SpecError(
-            f"model={str(model)[:60]}: expected a module, or a list of a stage's chunks"
-        )
-    return [c.module if isinstance(c, DistributedDataParallel) else c for c in chunks]
+    modules = [*chunks] if isinstance(chunks, Sequence) else []
+    if not modules or not all(isinstance(chunk, nn.Module) for chunk in modules):
+        raise SpecError(f"model={model!r:.60}: expected a module, or a list of a stage's chunks")
+    return [_unwrapped(chunk) for chunk in modules]
+
+
+def _unwrapped(chunk: nn.Module) -> nn.Module:
+    """Return a chunk without DistributedDataParallel, which torch.compile may be around."""
+    inner = chunk
+    while len(child := dict(inner.named_children())) == 1 and {*child} <= _WRAPPERS:
+        (inner,) = child.values()
+    return _unwrapped(inner.module) if isinstance(inner, DistributedDataParallel) else chunk
+
+
+def _has_extra_state(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 def _clean(name: str) -> str:
@@ -257,15 +267,20 @@ def _refuse_further_state(model: nn.Module) -> None:
         model.named_buffers(remove_duplicate=False),
     )
     known = {_clean(name): tensor for named in own for name, tensor in named}
+    extra = {
+        _join(_clean(name), _EXTRA)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if _has_extra_state(module)
+    }
     for key, value in model.state_dict().items():
         if (tensor := known.get(_clean(key))) is not None:
             refuse_unreadable(_clean(key), tensor)
         if tensor is not None and _differs(value, tensor):
             raise SpecError(
-                f"{_clean(key)} is in the state_dict with other numbers than in the module, which "
-                "are what is saved; change them where the module uses them"
+                f"{_clean(key)} differs between state_dict() and the module, whose numbers would "
+                "be saved; change them in the module instead of in a hook"
             )
-        if tensor is not None or key.endswith(_EXTRA):
+        if tensor is not None or _clean(key) in extra:
             continue
         place, at = key.rpartition(".")[0], model
         for part in place.split("."):
@@ -282,11 +297,12 @@ def _differs(value: Any, tensor: Tensor) -> bool:
     if not isinstance(value, Tensor) or value.shape != tensor.shape:
         return value is not None
     mine, theirs = local_part(tensor), local_part(value)
-    if theirs.data_ptr() == mine.data_ptr() and theirs.stride() == mine.stride():
+    same = [(each.data_ptr(), each.stride(), each.dtype) for each in (mine, theirs)]
+    if same[0] == same[1]:
         return False
     both = theirs.to(mine.device, mine.dtype), mine
     one, other = (tensor.flatten().contiguous().view(torch.uint8) for tensor in both)
-    return not torch.equal(one, other)  # bit by bit, so that what is no number is equal
+    return not torch.equal(one, other)  # by bits, so that NaNs are equal
 
 
 def _join(*names: str) -> str:

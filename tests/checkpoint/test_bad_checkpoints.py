@@ -212,7 +212,7 @@ def saves(folder: str) -> dict[str, str]:
 
 SAVES = {
     "one name": "ranks 0 and 2 each have a model.layer.q_weight of their own",
-    "chunks": "two chunks have a parameter 'layer.q_weight', and not the same one",
+    "chunks": "two chunks have different parameters named 'layer.q_weight'",
     "pickle": "step 2 was not saved to {folder}: rank 0: TypeError: a socket cannot be pickled",
     "extra": "expected names as keys",
     "bare": "which was not given as a name of grid 'default'; give the layer the group's name",
