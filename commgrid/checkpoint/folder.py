@@ -10,19 +10,21 @@ step_00000040                 complete: it got this name when everything in it w
 
 from __future__ import annotations
 
+import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 from uuid import uuid4
 
-from commgrid.checkpoint.reader import Stored, missing_file
+from commgrid.checkpoint.reader import Stored, missing_file, refuse_outside
 from commgrid.checkpoint.remote import RemotePath, remove_tree, sync_names
 from commgrid.errors import CheckpointError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+:/)")  # Path("s3://a") is s3:/a
+SUFFIX = ".safetensors"
 METADATA = ".metadata"
 """The file of a checkpoint that is written last."""
 _COMPLETE = re.compile(r"step_(\d+)")
@@ -199,3 +201,63 @@ def _name(step: int) -> str:
 def _left(folder: Path) -> list[Path]:
     names = folder.iterdir() if folder.is_dir() else ()
     return [path for path in names if _LEFT.fullmatch(path.name)]
+
+
+def is_safetensors_folder(folder: Path) -> bool:
+    """Return whether a folder has safetensors files, and neither is nor has a torch checkpoint."""
+    ours = (folder / ".metadata").exists() or bool(complete(folder))
+    return not ours and any(folder.glob(f"*{SUFFIX}"))
+
+
+def safetensors_files(folder: Path) -> list[str]:
+    """Return the safetensors files of a folder that belong together.
+
+    Where there is an index, these are the files that it lists; others beside them, such as a
+    consolidated copy, are left alone.
+
+    Raises:
+        CheckpointError: an index cannot be read, or names a file that is missing.
+    """
+    indexes = sorted(folder.glob(f"*{SUFFIX}.index.json"))
+    if not indexes:
+        return sorted(str(path) for path in folder.glob(f"*{SUFFIX}"))
+    names: set[str] = set()
+    for index in indexes:
+        listed = {*_weight_map(index).values()}
+        refuse_outside(index, listed)
+        for name in sorted(listed):
+            if not (folder / name).is_file():
+                raise CheckpointError(
+                    f"{folder} has no {name}, which {index.name} lists; copy the file, or the "
+                    "whole folder again"
+                )
+        names |= listed
+    return [str(folder / name) for name in sorted(names)]
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Return the file of each tensor, as an index has it.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    said = json_of(index)
+    found = said.get("weight_map") if isinstance(said, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise CheckpointError(
+            f"{index} has no weight_map from tensors to files; copy it again, or delete it where "
+            f"all *{SUFFIX} beside it are of one model"
+        )
+    return found
+
+
+def json_of(path: Path) -> Any:
+    """Return what a JSON file has.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{path} is no JSON: {error}; copy it again") from error

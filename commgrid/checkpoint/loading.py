@@ -30,7 +30,7 @@ from commgrid.checkpoint.agreement import (
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.foreign_names import MODEL, Renamed, Source
 from commgrid.checkpoint.reader import Stored
-from commgrid.checkpoint.safetensors import Safetensors, has_scales, is_folder_of_them
+from commgrid.checkpoint.safetensors import Safetensors, has_scales
 from commgrid.checkpoint.trust import Unread
 from commgrid.checkpoint.values import extras_in, is_same_layout, offered
 from commgrid.checkpoint.writer import Report
@@ -150,7 +150,7 @@ def load(
     naming = Naming(prefix, rename, padded)
 
     def source(path: Path) -> Source:
-        if is_folder_of_them(path):
+        if folders.is_safetensors_folder(path):
             return Safetensors(path, scales=not has_scales(model))
         return Stored(path, trusted)
 
@@ -210,7 +210,7 @@ def _found(folder: Path, step: int | None, trusted: bool) -> tuple[int | None, P
     Raises:
         CheckpointError: there is none, or a half.
     """
-    if is_folder_of_them(folder):
+    if folders.is_safetensors_folder(folder):
         if step is not None:
             raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
         return None, folder

@@ -1,4 +1,4 @@
-"""Folders of safetensors files, as Hugging Face's models come in: reading and writing them."""
+"""Safetensors folders, the format of Hugging Face's models: load and export."""
 
 from __future__ import annotations
 
@@ -22,36 +22,32 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 
-from commgrid.checkpoint.folder import complete, find, local
+from commgrid.checkpoint.folder import SUFFIX, find, json_of, local, safetensors_files
 from commgrid.checkpoint.foreign_names import MODEL, Renamed
 from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
 from commgrid.checkpoint.remote import is_remote
 from commgrid.checkpoint.writer import Report
+from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
+from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.item import Item, Value, whole
 from commgrid.resharding.model_state import chunks_of
+from commgrid.resharding.name_tables.table import SCALES
 from commgrid.resharding.naming import Naming, Rename
 
-SUFFIX = ".safetensors"
+_BLOCKS = "_blocks"
+_SIDES = (128, 64, 256, 32, 512, 16)
+"""Of square blocks; the shapes of a weight and its scales fit one of these at most."""
 
 
 def has_scales(model: nn.Module | Sequence[nn.Module]) -> bool:
-    """Whether a model has weights of eight bits and less, and so their scales, itself."""
+    """Return whether a model has weights of eight bits itself, and so holds their scales too."""
     tensors = (t for chunk in chunks_of(model) for t in (*chunk.parameters(), *chunk.buffers()))
     return any(t.is_floating_point() and t.itemsize < 2 for t in tensors)
 
 
-def is_folder_of_them(folder: Path) -> bool:
-    """Whether a folder has safetensors files, and is or has no checkpoint of torch's."""
-    ours = (folder / ".metadata").exists() or bool(complete(folder))
-    return not ours and any(folder.glob(f"*{SUFFIX}"))
-
-
 class _Reader(QuantizedHuggingFaceStorageReader):
-    """torch's reader of the files that belong together.
-
-    Where there is an index, these are the files that it lists; others beside them, such as a
-    consolidated copy, are left alone. A weight with scales is read as their product.
+    """torch's reader of the files that belong together; a weight with scales is their product.
 
     Args:
         folder: of the files.
@@ -66,33 +62,17 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         super().__init__(str(folder))
         self._scales, self._folder = scales, folder
         self.factors: dict[str, tuple[str, TensorStorageMetadata]] = {}
-        self.fs: Any = self  # which it asks for the files
+        self.fs: Any = self  # torch's reader lists files with self.fs.ls
 
     def ls(self, _: str) -> list[str]:
-        """The files that belong together.
-
-        Raises:
-            CheckpointError: a file of the index is missing.
-        """
-        indexes = sorted(self._folder.glob(f"*{SUFFIX}.index.json"))
-        if not indexes:
-            return sorted(str(path) for path in self._folder.glob(f"*{SUFFIX}"))
-        names: set[str] = set()
-        for index in indexes:
-            names.update(json.loads(index.read_text())["weight_map"].values())
-        for name in sorted(names):
-            if not (self._folder / name).is_file():
-                raise CheckpointError(
-                    f"{self._folder} has no {name}, which {indexes[0].name} lists; copy the file, "
-                    "or the whole folder again"
-                )
-        return [str(self._folder / name) for name in sorted(names)]
+        return safetensors_files(self._folder)
 
     def read_metadata(self) -> Metadata:
         """Return the files' metadata; weights with scales have the dtype of the product."""
         metadata: Metadata = super().read_metadata()
         keys: dict[str, Any] = metadata.state_dict_metadata
         shapes = {}
+        self._refuse_twice(keys)
         self._take_factors(keys)
         for weight, scale in self._weight_scale_mapping.items():
             stored, start = keys[weight], torch.Size([0] * len(keys[weight].size))
@@ -106,6 +86,26 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         for scale in self._weight_scale_mapping.values():
             del keys[scale]
         return metadata
+
+    def _refuse_twice(self, keys: Mapping[str, Any]) -> None:
+        """Refuse a tensor that several files hold.
+
+        Raises:
+            CheckpointError: names the tensor and the files.
+        """
+        from safetensors import safe_open
+
+        for key, stored in keys.items():
+            if len({chunk.offsets for chunk in stored.chunks}) == len(stored.chunks):
+                continue
+            names = []
+            for path in self.ls(""):
+                with safe_open(path, framework="pt") as file:
+                    names += [Path(path).name] if key in set(file.keys()) else []
+            raise CheckpointError(
+                f"{key} is in {' and '.join(names)} of {self._folder}; leave one of these in the "
+                "folder, or one index that lists the files of one model"
+            )
 
     def _take_factors(self, keys: dict[str, Any]) -> None:
         """Take out of the names scales that are no blocks'."""
@@ -130,14 +130,10 @@ class _Reader(QuantizedHuggingFaceStorageReader):
         self._places = places
         self._weight_map = {key: Path(info.relative_path).name for key, info in places.items()}
         for key in places:
-            for end, of in ((_SCALE, ""), ("_scales", _BLOCKS)):
+            for end, of in ((SCALES, ""), ("_scales", _BLOCKS)):
                 weight = key.removesuffix(end) + of
                 if key.endswith(end) and weight in places:
                     self._weight_scale_mapping[weight] = key
-
-
-_SCALE, _BLOCKS = "_scale_inv", "_blocks"
-_SIDES = (128, 64, 256, 32, 512, 16)  # by the shapes, no two of these can be meant
 
 
 def _is_float8(stored: TensorStorageMetadata) -> bool:
@@ -166,17 +162,26 @@ def _multiply(item: Item, factor: Tensor) -> None:
 
 
 def _block_size(shapes: Mapping[str, tuple[torch.Size, torch.Size]], config: Path) -> int:
-    """The side of the square blocks that each have a scale.
+    """Return the side of the square blocks that each have a scale.
 
     Args:
         shapes: of weights and of their scales, by name.
-        config: a model's, which may say it.
+        config: the model's file, which may name the side.
 
     Raises:
-        CheckpointError: they are not square.
+        CheckpointError: they are not square, or the file cannot be read.
     """
-    said = json.loads(config.read_text()) if config.exists() else {}
-    sides = said.get("quantization_config", {}).get("weight_block_size", _SIDES)
+    sides: Any = json_of(config) if config.exists() else None
+    for key in ("quantization_config", "weight_block_size"):
+        if not isinstance(sides, dict | None):
+            raise CheckpointError(f"{config} has {key} in {str(sides)[:60]!r}; expected a mapping")
+        sides = None if sides is None else sides.get(key)
+    if sides is None:
+        sides = _SIDES
+    elif not isinstance(sides, list) or not all(type(side) is int and side > 0 for side in sides):
+        raise CheckpointError(
+            f"{config} has weight_block_size={sides!r}; expected two lengths, as [128, 128]"
+        )
     wrong = ""
     for side in dict.fromkeys(sides) if len({*sides}) == 1 else _SIDES:
         wrong = next(
@@ -195,10 +200,10 @@ def _block_size(shapes: Mapping[str, tuple[torch.Size, torch.Size]], config: Pat
 
 
 class Safetensors:
-    """A folder of safetensors files as something to load from.
+    """Safetensors folder to load from.
 
     Args:
-        folder: it.
+        folder: its path.
         scales: whether weights with scales, in block fp8 or MXFP4, are read as numbers; False: as
             they are, for a model that has scales itself.
 
@@ -232,11 +237,15 @@ class Safetensors:
         self.keys: Mapping[str, Any] = metadata.state_dict_metadata
 
     def check(self, items: Iterable[Item | Value]) -> None:
-        """Raises CheckpointError where it has not these, in these shapes."""
+        """Check that the folder has these items in these shapes.
+
+        Raises:
+            CheckpointError: names the missing ones.
+        """
         check_has(self.keys, items)
 
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
-        """Fill the items' boxes. There are no values in it.
+        """Fill the items' boxes; safetensors files hold tensors only.
 
         Raises:
             CheckpointError: a file that cannot be read.
@@ -255,6 +264,8 @@ class Safetensors:
                 products.append((item, scale.chunks[0].data))
         try:
             self._reader.read_data(LoadPlan(plan), planner).wait()
+        except CheckpointError:
+            raise
         except Exception as error:
             raise CheckpointError(f"{self._folder} cannot be read: {error}") from error
         for product in products:
@@ -264,7 +275,7 @@ class Safetensors:
 
 
 class _Into(DefaultLoadPlanner):
-    """Says which boxes are needed, and where what is read goes."""
+    """Planner: the boxes to read, and the tensors that they go into."""
 
     def __init__(self, report: Report) -> None:
         super().__init__()
@@ -303,12 +314,13 @@ def export(
     One process calls it; it needs no grid, and memory for one file.
 
     Args:
-        folder: of checkpoints, or one of these itself.
+        folder: a folder of checkpoints, or a checkpoint.
         to: a folder, made if need be. It must have no safetensors files.
         step: None: the last complete one.
         rename: the model's names to those in the files; or `commgrid.transfer.mapping(…)` with a
             source alone, which writes the parts of fused and stacked tensors.
-        dtype: of tensors with fractions; None: as they were saved.
+        dtype: of tensors with fractions, at least 16 bits; None: as they were saved. Weights of
+            eight bits with scales beside them stay as they are, and so do the scales.
         file_bytes: how large a file may grow, unless it is one tensor.
 
     Returns:
@@ -316,74 +328,123 @@ def export(
 
     Raises:
         CheckpointError: the checkpoint does not exist or cannot be read, the package safetensors
-            is missing, or `to` has such files.
-        SpecError: something else as rename=.
+            is missing, `to` has such files or is a file, or numbers of a tensor are too large for
+            the dtype, or a thousandth of them too small. Nothing is written then.
+        SpecError: `rename` is neither a mapping nor a function, or the dtype is another one.
     """
     _check_package()
-    from safetensors.torch import save_file
-
     target, naming = local(to), Naming(MODEL, rename)
     if naming.cuts_target:
         raise SpecError("export writes the names in common; leave target= of mapping(…) out")
     if is_remote(target):
         raise SpecError(f"to={str(to)!r}: expected a folder of this machine's file system")
-    if target.is_dir() and any(target.glob(f"*{SUFFIX}")):
-        raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
-    if dtype is not None and not dtype.is_floating_point:
-        raise SpecError(f"dtype={dtype}: expected one with fractions, as torch.bfloat16")
+    _check_target(target)
+    if dtype is not None and not (dtype.is_floating_point and dtype.itemsize > 1):
+        raise SpecError(
+            f"dtype={dtype}: expected one with fractions and 16 bits or more, as torch.bfloat16; "
+            "fewer bits need scales, which export does not write"
+        )
     stored = Stored(find(local(folder), step)[1])
     stored.check_files()
     source = Renamed(stored, naming, with_optimizer=False)
-    shards = _shards(source.keys, dtype, file_bytes)
+    dtypes = _dtypes(source.keys, dtype)
+    if not dtypes:
+        raise CheckpointError(f"{folder} has no tensor of a model to write; see rename=")
+    shards = _shards(source.keys, dtypes, file_bytes)
     target.mkdir(parents=True, exist_ok=True)
-    files: list[Path] = []
-    index: dict[str, str] = {}
+    files: dict[Path, list[str]] = {}
     for number, names in enumerate(shards, 1):
         count = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
-        files.append(target / f"model{count}{SUFFIX}")
-        tensors = {name: _made(source.keys[MODEL + name]) for name in names}
-        items = [whole(("model", name), tensor) for name, tensor in tensors.items()]
-        source.read(items, lambda *_: None)
-        save_file(
-            {name: _as(tensor, dtype) for name, tensor in tensors.items()}, files[-1],
-            metadata={"format": "pt"},
-        )  # fmt: skip
-        index |= dict.fromkeys(names, files[-1].name)
-    if len(shards) > 1:
-        total = sum(path.stat().st_size for path in files)
+        files[target / f"model{count}{SUFFIX}"] = names
+    lost: dict[str, Lost] = {}
+    try:
+        for path, names in files.items():
+            lost |= _write(path, source, {name: dtypes[name] for name in names})
+        refuse_lost(lost, CheckpointError)
+    except BaseException:
+        for path in files:
+            path.unlink(missing_ok=True)
+        raise
+    if len(files) > 1:
+        total = sum(_bytes(source.keys, name, each) for name, each in dtypes.items())
+        index = {name: path.name for path, names in files.items() for name in names}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (target / f"model{SUFFIX}.index.json").write_text(text)
-    return files
+    return list(files)
 
 
-def _shards(keys: Mapping[str, Any], dtype: torch.dtype | None, limit: int) -> list[list[str]]:
-    """The model's names in each of the files."""
+def _check_target(target: Path) -> None:
+    """Refuse a folder that has such files, or cannot be one."""
+    there = next(path for path in (target, *target.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise CheckpointError(f"{there} is a file; expected a folder to write to")
+    if target.is_dir() and any(target.glob(f"*{SUFFIX}")):
+        raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
+
+
+def _write(path: Path, source: Renamed, dtypes: Mapping[str, torch.dtype]) -> dict[str, Lost]:
+    """Write one file, and return what its numbers lose.
+
+    Args:
+        dtypes: by name of the tensors.
+
+    Raises:
+        CheckpointError: a tensor loses too much.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {name: _made(source.keys[MODEL + name]) for name in dtypes}
+    items = [whole(("model", name), tensor) for name, tensor in tensors.items()]
+    source.read(items, lambda *_: None)
+    lost = {
+        name: lost_numbers(tensor, dtypes[name], tensor.numel()) for name, tensor in tensors.items()
+    }
+    refuse_lost(lost, CheckpointError, warns=False)
+    converted = {name: tensor.to(dtypes[name]) for name, tensor in tensors.items()}
+    save_file(converted, path, metadata={"format": "pt"})
+    return lost
+
+
+def _dtypes(keys: Mapping[str, Any], wanted: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each of the model's tensors in the files."""
+    stored = {
+        key.removeprefix(MODEL): info.properties.dtype
+        for key, info in keys.items()
+        if key.startswith(MODEL) and isinstance(info, TensorStorageMetadata)
+    }
+    if wanted is None:
+        return stored
+    texts = {name: str(dtype).removeprefix("torch.") for name, dtype in stored.items()}
+    scaled = scales_beside(texts)
+    stay = {*scaled, *(scale for scales in scaled.values() for scale in scales)}
+    return {
+        name: wanted if dtype.is_floating_point and name not in stay else dtype
+        for name, dtype in stored.items()
+    }
+
+
+def _shards(
+    keys: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], limit: int
+) -> list[list[str]]:
+    """Return the model's names in each of the files."""
     shards: list[list[str]] = [[]]
     size = 0
-    for key, info in keys.items():
-        if not key.startswith(MODEL) or not isinstance(info, TensorStorageMetadata):
-            continue
-        bytes_ = info.size.numel() * _dtype(info.properties.dtype, dtype).itemsize
+    for name, dtype in dtypes.items():
+        bytes_ = _bytes(keys, name, dtype)
         if shards[-1] and size + bytes_ > limit:
             shards.append([])
             size = 0
-        shards[-1].append(key.removeprefix(MODEL))
+        shards[-1].append(name)
         size += bytes_
-    if not shards[0]:
-        raise CheckpointError("there is no tensor of a model to write; see rename=")
     return shards
+
+
+def _bytes(keys: Mapping[str, Any], name: str, dtype: torch.dtype) -> int:
+    return int(keys[MODEL + name].size.numel()) * dtype.itemsize
 
 
 def _made(info: TensorStorageMetadata) -> Tensor:
     return torch.empty(info.size, dtype=info.properties.dtype)
-
-
-def _dtype(stored: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    return wanted if wanted is not None and stored.is_floating_point else stored
-
-
-def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(_dtype(tensor.dtype, dtype))
 
 
 def _check_package() -> None:
