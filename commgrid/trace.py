@@ -19,7 +19,7 @@ from pathlib import Path
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.trace import Trace
-from commgrid.errors import CommGridError
+from commgrid.errors import CommGridError, SpecError
 from commgrid.recording import recorder, remote
 from commgrid.runtime.registry import live_grids
 from commgrid.torch_compat.world import is_initialized, world_rank
@@ -35,7 +35,12 @@ def start(capacity: int = recorder.CAPACITY) -> None:
     Args:
         capacity: number of calls that are kept, the last ones; 136 bytes each. Where a grid of
             `verify="order"` has started a recorder, that one and its capacity are used.
+
+    Raises:
+        SpecError: `capacity` is no whole number from 1.
     """
+    if type(capacity) is not int or capacity < 1:
+        raise SpecError(f"capacity={capacity!r}: expected a number of calls, from 1")
     if is_on():
         return
     started = recorder.start(capacity)

@@ -22,6 +22,7 @@ from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
 from commgrid.cli import main
 from commgrid.collectives import all_reduce
+from commgrid.recording.recorder import asked_by_environment
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import interposer as torch_calls
 from tests.records import save
@@ -251,7 +252,42 @@ commgrid.shutdown()
 """
 
 
-@pytest.mark.parametrize("value", ["folder", "1", "0", ""])
+@pytest.mark.parametrize("capacity", [0, -1, "5", 2.0, True])
+def test_a_trace_of_no_calls_is_refused(capacity: Any) -> None:
+    with pytest.raises(SpecError, match=r"^capacity=.*: expected a number of calls, from 1$"):
+        commgrid.trace.start(capacity=capacity)
+    assert not commgrid.trace.is_on()
+
+
+def test_a_trace_may_keep_one_call_alone() -> None:
+    commgrid.trace.start(capacity=1)
+    grid = commgrid.initialize()
+    for _ in range(2):
+        dist.broadcast(torch.ones(4), 0, grid.get_group("dp"))
+    commgrid.trace.stop()
+    commgrid.shutdown()
+    assert len(commgrid.trace.recorded().calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        *((value, (False, None)) for value in (None, "", " ", "0", "false", "no", "FALSE", "Off")),
+        *((value, (True, None)) for value in ("1", "true", "True", " yes", "on")),
+        *((value, (True, Path(value))) for value in ("./on", "2", "runs/false")),
+    ],
+)
+def test_the_environment_may_say_yes_and_no_in_words(
+    value: str | None, expected: tuple[bool, Path | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if value is None:
+        monkeypatch.delenv("COMMGRID_TRACE", raising=False)
+    else:
+        monkeypatch.setenv("COMMGRID_TRACE", value)
+    assert asked_by_environment() == expected
+
+
+@pytest.mark.parametrize("value", ["folder", "1", "0", "", "false"])
 def test_the_environment_begins_it_and_saves_at_the_end(value: str, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "trace"
     environ = {**os.environ, "COMMGRID_TRACE": str(folder) if value == "folder" else value}

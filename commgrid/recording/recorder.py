@@ -35,10 +35,11 @@ from commgrid.version import VERSION
 
 CAPACITY = 100_000
 """Records that are kept, the last ones; 136 bytes each."""
+_ON, _OFF = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 class _Thread(threading.local):
-    """A thread's number by its first call, and the call that it issues, where that is recorded."""
+    """A thread's number by its first call, and its call under way, if that is recorded."""
 
     begun: Begun | None = None
 
@@ -312,21 +313,20 @@ def _is_of_peers(error: BaseException) -> bool:
 
 
 _current: list[Recorder] = []
-_in_file: list[Recorder] = []  # the one whose ring is a file, also once it has ended
+_in_file: list[Recorder] = []  # the recorder whose ring is a file, even after it ended
 
 
 def follow(asked: bool, grid: ObservedGrid) -> None:
     """Start recording if asked to or COMMGRID_TRACE is set, and note a grid's communicators.
 
-    `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` has the records in a file there, which
-    is as current as the process however that ends.
+    `COMMGRID_TRACE=1` begins to record; `COMMGRID_TRACE=DIR` keeps the records in a file there,
+    complete even if the process is killed.
 
     Args:
         asked: whether the program does.
         grid: which was made.
     """
-    folder = folder_of_environment()
-    is_on = os.environ.get("COMMGRID_TRACE", "") not in ("", "0")
+    is_on, folder = asked_by_environment()
     recorder = start() if asked or is_on else current()
     if recorder is None:
         return
@@ -345,10 +345,12 @@ def follow(asked: bool, grid: ObservedGrid) -> None:
         atexit.register(_end_at_exit, recorder)
 
 
-def folder_of_environment() -> Path | None:
-    """The folder that COMMGRID_TRACE names, if it does."""
-    named = os.environ.get("COMMGRID_TRACE", "")
-    return Path(named) if named not in ("", "0", "1") else None
+def asked_by_environment() -> tuple[bool, Path | None]:
+    """Return whether COMMGRID_TRACE asks to record, and the folder that it names, if it does."""
+    named = os.environ.get("COMMGRID_TRACE", "").strip()
+    if named.lower() in _OFF:
+        return False, None
+    return True, None if named.lower() in _ON else Path(named)
 
 
 def _end_at_exit(recorder: Recorder) -> None:
@@ -392,7 +394,7 @@ def hold(capacity: int = CAPACITY) -> Recorder:
 
 
 def release(found: Recorder) -> None:
-    """End what `hold` began; with the last holder the recorder hears no more."""
+    """End what `hold` began; the last release stops the recorder."""
     found.holders -= 1
     if not found.holders and found in _current:  # else this process was forked meanwhile
         torch_calls.stop(found)
