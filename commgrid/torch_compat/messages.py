@@ -1,10 +1,11 @@
 """Messages between the ranks of a group: several tensors at once, and who its members are.
 
-Processes on one device need no network, and NCCL has none for them: the receiver copies out of the
-sender's memory (`SharedDevice`), by CUDA's handles of it; on a CPU it is shared memory.
+NCCL refuses two ranks of one GPU. Such a receiver copies out of the sender's memory
+(`SharedDevice`), which it opens by a CUDA IPC handle; on a CPU it is shared memory.
 
-    sender     where the numbers are ──► group ──► receiver copies them
-               may use its memory again  ◄── group ◄── has done so
+    1  sender    says over the group where the numbers are
+    2  receiver  copies them, and says over the group that it has
+    3  sender    may use its memory again
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from commgrid.torch_compat.interposer import batched
 Transfer = tuple[torch.Tensor, int]
 """A tensor, and the group rank that it goes to or comes from."""
 Refused = Callable[[RuntimeError, int | None], Exception]
-"""Makes the error to raise for one of torch's, from that and the group rank of the message that
-could not be started, as to a rank that has ended; None: one of the batch."""
+"""Makes our error of torch's. Gets that, and the group rank of the message that failed to start, or
+None if it was one of a batch."""
 
 
 class UnderWay(Protocol):
@@ -57,8 +58,8 @@ NCCL_SENDS = (
 
 
 def can_send(dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether a group sends tensors of a dtype and device. Of others torch raises an error on the
-    sender alone, while the receiver waits."""
+    """Whether a group sends tensors of a dtype and device; for others torch raises an error on the
+    sender alone, and the receiver waits for ever."""
     return dtype in NCCL_SENDS or "nccl" not in backend_for(group, device)
 
 
@@ -79,7 +80,7 @@ class RankExchange:
     Args:
         work: torch's handle.
         heard: is filled with the ranks.
-        ended: on the CPU gets the `time.perf_counter()` at which the exchange has ended.
+        ended: on the CPU its end in seconds of `time.perf_counter()`; empty until then.
     """
 
     work: dist.Work
@@ -169,7 +170,8 @@ _DEVICE = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters].index(
 class SharedDevice:
     """Messages between processes on one device: the receiver copies out of the sender's memory.
 
-    A tensor that is sent is of bytes in memory that `lend` has made.
+    A tensor that is sent is of bytes in memory that `lend` has made. A send ends when its receiver
+    waits for the receive: ranks wait for their starts in one order, and may do both in one start.
 
     Args:
         group: of a backend for CPU tensors, over which ranks say where their numbers are.
@@ -179,53 +181,55 @@ class SharedDevice:
 
     def start(
         self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
-    ) -> list[_Copy]:
-        started = []
+    ) -> list[_Copies]:
+        copies = _Copies(self.group)
         for tensor, peer in sends:
             place, taken = _place_of(tensor), torch.empty(1, dtype=torch.uint8)
+            copies.held += [place, taken]
             try:
-                told = self.group.send([place], peer, _PLACE)
-                heard = self.group.recv([taken], peer, _TAKEN)
+                copies.sent.append(self.group.send([place], peer, _PLACE))
+                copies.sent.append(self.group.recv([taken], peer, _TAKEN))
             except RuntimeError as error:
                 raise refused(error, peer) from error
-            started.append(_Copy([told, heard], held=(place, taken)))
         for tensor, peer in recvs:
             place = torch.empty(_PLACE_BYTES, dtype=torch.uint8)
             try:
                 told = self.group.recv([place], peer, _PLACE)
             except RuntimeError as error:
                 raise refused(error, peer) from error
-            started.append(_Copy([told], self.group, peer, tensor, (place,)))
-        return started
+            copies.received.append((told, place, tensor, peer))
+        return [copies]
 
 
 @dataclass
-class _Copy:
-    """A message through the memory of a device.
+class _Copies:
+    """Messages through the memory of a device that were started together.
 
     Args:
-        works: handles of this rank's sends and receives.
-        group, peer, target: of a receiver, which copies when the first of `works` has ended.
+        group: of the messages that say where numbers are, and that they were copied.
+        sent: handles of this rank's messages about memory that it sends from.
+        received: of each tensor to receive: the handle of the message that says where its numbers
+            are, that message, the tensor, and the sender.
         held: tensors of messages under way.
     """
 
-    works: list[dist.Work]
-    group: dist.ProcessGroup | None = None
-    peer: int = 0
-    target: torch.Tensor | None = None
-    held: Sequence[torch.Tensor] = field(default=())
+    group: dist.ProcessGroup
+    sent: list[dist.Work] = field(default_factory=list)
+    received: list[tuple[dist.Work, torch.Tensor, torch.Tensor, int]] = field(default_factory=list)
+    held: list[torch.Tensor] = field(default_factory=list)
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait until the numbers are in the receiver's tensor."""
+        """Copy what this rank receives, then wait until its peers have copied what it sends."""
         given = () if timeout is None else (timeout,)
-        for work in self.works:
+        for told, place, target, peer in self.received:
+            told.wait(*given)
+            target.copy_(_at(place, target.device))
+            _settle(target.device)
+            self.group.send([torch.zeros(1, dtype=torch.uint8)], peer, _TAKEN).wait(*given)
+        self.received.clear()
+        for work in self.sent:
             work.wait(*given)
-        if self.group is None or self.target is None:
-            return
-        self.target.copy_(_at(self.held[0], self.target.device))
-        _settle(self.target.device)
-        self.group.send([torch.zeros(1, dtype=torch.uint8)], self.peer, _TAKEN).wait(*given)
-        self.target = None
+        self.sent.clear()  # gloo waits for ever where a send is waited for twice
 
 
 def lend(size: int, device: torch.device) -> torch.Tensor:
@@ -283,7 +287,7 @@ def wait_for(work: UnderWay, seconds: float | None) -> None:
 
     Args:
         work: what `start_transfers` has returned.
-        seconds: at most; None: what the backend allows, without holding the host where it does not.
+        seconds: at most; None: the backend's own timeout; with NCCL the host does not wait.
     """
     if seconds is None:
         work.wait()

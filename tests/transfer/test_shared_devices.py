@@ -16,7 +16,7 @@ from commgrid.resharding import transport
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
-from commgrid.torch_compat.messages import SharedDevice
+from commgrid.torch_compat.messages import SharedDevice, lend, wait_for
 from commgrid.transfer import Part, Transfer
 from tests.killing import kill_me
 from tests.transfer.programs import said
@@ -130,6 +130,31 @@ def each_to_each(max_bytes: int) -> bool:
 @pytest.mark.parametrize("max_bytes", [64, 4096, 1 << 28])
 def test_all_ranks_of_a_device_send_to_each_other(max_bytes: int) -> None:
     assert all(run_on_ranks(each_to_each, 3, max_bytes, backend=None, launcher="torchrun"))
+
+
+def both_ways(ranks: int) -> bool:
+    """Each rank sends to each other one and receives from it, started together."""
+    grid = commgrid.initialize(dp=ranks)
+    group, rank = grid.get_group("dp"), grid.rank
+    others = [peer for peer in range(ranks) if peer != rank]
+    way, cpu = SharedDevice(group), torch.device("cpu")
+    mine = {peer: lend(8, cpu)[:8].fill_(10 * rank + peer) for peer in others}
+    got = {peer: torch.zeros(8, dtype=torch.uint8) for peer in others}
+
+    def refused(error: RuntimeError, _: int | None) -> Exception:
+        return error
+
+    works = way.start([(mine[p], p) for p in others], [(got[p], p) for p in others], refused)
+    for _ in range(2):  # a second wait does nothing
+        for work in works:
+            wait_for(work, 20.0)
+    commgrid.shutdown()
+    return all(bool((got[peer] == 10 * peer + rank).all()) for peer in others)
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_ranks_of_a_device_may_send_and_receive_in_one_start(ranks: int) -> None:
+    assert all(run_on_ranks(both_ways, ranks, ranks))
 
 
 def killed_amid() -> str:
