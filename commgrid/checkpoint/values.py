@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -125,10 +126,10 @@ def set_random_states(
         generators: the further ones, by the same names.
 
     Raises:
-        CheckpointError: the states are not `random_states`'s, or of generators of other names;
-            nothing is set.
+        CheckpointError: the states are not `random_states`'s, or of generators of other names,
+            kinds or versions; nothing is set.
     """
-    if not {"python", "torch"} <= states.keys():
+    if not isinstance(states, Mapping) or not {"python", "torch"} <= states.keys():
         raise CheckpointError(
             f"states={str(states)[:60]}: expected what random_states returned on some rank"
         )
@@ -140,16 +141,32 @@ def set_random_states(
             f"the states are of generators {had}, and here are {has}; give both calls the same "
             "names"
         )
-    random.setstate(_tuples(states["python"]))
-    torch.set_rng_state(states["torch"])
-    device = _device()
-    if device is not None and device in states:
-        torch.get_device_module(device).set_rng_state(states[device])
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in states:
-        numpy.random.set_state(states["numpy"])
-    for name, generator in given.items():
-        generator.set_state(states[name])
+    device, numpy = _device(), sys.modules.get("numpy")
+    known: dict[str, tuple[Callable[[], Any], Callable[[Any], object]]] = {
+        "python": (random.getstate, lambda state: random.setstate(_tuples(state))),
+        "torch": (torch.get_rng_state, torch.set_rng_state),
+        **{name: (generator.get_state, generator.set_state) for name, generator in given.items()},
+    }
+    if device is not None:
+        module = torch.get_device_module(device)
+        known[device] = module.get_rng_state, module.set_rng_state
+    if numpy is not None:
+        known["numpy"] = partial(numpy.random.get_state, legacy=False), numpy.random.set_state
+    before: list[tuple[Callable[[Any], object], Any]] = []
+    for name, (get, put) in known.items():
+        if name not in states:
+            continue
+        now = get()
+        try:
+            put(states[name])
+        except Exception as error:
+            for undo, was in before:
+                undo(was)
+            raise CheckpointError(
+                f"the state of generator {name.removeprefix('given ')} is of another kind or "
+                f"version: {error}; nothing is set"
+            ) from error
+        before.append((put, now))
 
 
 def _device() -> str | None:
