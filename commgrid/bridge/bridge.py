@@ -126,8 +126,8 @@ class Bridge(nn.Module):
                 f"{self._about}: source_grid and target_grid are both None, so that this rank has "
                 "no part in it; make it on the ranks of either grid only"
             )
-        groups = (group, group) if isinstance(group, str) else tuple(group)
-        if len(groups) != 2:
+        groups = (group, group) if isinstance(group, str) else group
+        if not isinstance(groups, tuple | list) or len(groups) != 2:
             raise SpecError(f"group={group!r}: expected a name, or the source's and the target's")
         self._cuts = {
             "source": _cuts(dim, groups[0], source_sequence),
@@ -250,7 +250,7 @@ class Bridge(nn.Module):
 
         Raises:
             ShapeError: a rank gave no tensor, or tensors do not fit each other or the cuts.
-            SpecError: the tensors have not the dim, or a dtype that NCCL does not send.
+            SpecError: the tensors have no such dim, or a dtype that NCCL does not send.
             GridMismatchError: in the first call, the source's copies differ.
             CommGridError: the gradient of an earlier call was sent, and a source's rank has dropped
                 the zero that would have received it.
@@ -284,7 +284,7 @@ class Bridge(nn.Module):
             self._links.finish()
 
     def destroy(self) -> None:
-        """Gives up the communicator, which the end of either grid does as well; not twice."""
+        """Gives up the communicator, as the end of either grid does; a second call does nothing."""
         if self._links is not None:
             self._links.close(wait=True)
             self._links = None
