@@ -146,7 +146,7 @@ def test_the_search_is_small_at_any_size() -> None:
     """Counted, since a clock tells of the machine: 16,384 devices within seconds."""
     for name in ("llama3-405b", "mixtral-8x22b"):
         model = replace(MODELS[name], batch=2048)
-        assert search(model, 16384, H100).evaluated < 10_000
+        assert search(model, 16384, H100).evaluated < 15_000
 
 
 def test_why_the_next_is_worse_is_told_by_its_parts() -> None:
