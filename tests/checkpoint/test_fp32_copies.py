@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import commgrid
-from commgrid import checkpoint
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import Transfer
+from tests.ways import bring
 
 KINDS: dict[str, list[str]] = {"no copy of its own": ["mean"], "its own": ["master", "mean"]}
 
@@ -35,7 +34,7 @@ class Keeper(torch.optim.Optimizer):
 
 def plain_state(way: str, folder: str, keys: list[str], several: bool) -> bool:
     """Whether a plain optimizer has the weights and the state that a sharded one kept."""
-    grid = commgrid.initialize()
+    commgrid.initialize()
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False, dtype=torch.bfloat16)
     inner: Any = Keeper
@@ -51,15 +50,7 @@ def plain_state(way: str, folder: str, keys: list[str], several: bool) -> bool:
     fresh = Keeper(other.parameters(), keys)
     mine: Any = [sharded] if several else sharded
     theirs: Any = [fresh] if several else fresh
-    if way == "load":
-        checkpoint.save(folder, 1, model, mine, progress=False)
-        checkpoint.load(folder, other, theirs, progress=False)
-    elif way == "recover":
-        checkpoint.keep(1, model, mine)
-        commgrid.recover(None, other, theirs)
-    else:
-        sides = {"source_grid": grid, "target_grid": grid}
-        Transfer(model, other, **sides, optimizer=(mine, theirs), timeout=30).run()
+    bring(way, folder, (model, mine), (other, theirs))
     found: dict[Any, Tensor] = fresh.state[other.weight]
     assert found.keys() == right.keys(), found.keys()
     commgrid.shutdown()

@@ -21,9 +21,8 @@ from commgrid.tensor_parallel import (
     initialize_parameters,
 )
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import Transfer
+from tests.ways import WAYS, bring
 
-WAYS = ("load", "recover", "transfer")
 Brings = Callable[[Any, Any, Any, Any], None]
 
 
@@ -61,20 +60,6 @@ def train(model: nn.Module, optimizers: Any, steps: int) -> None:
         model(x).square().sum().backward()
         for each in several:
             each.step()
-
-
-def bring(way: str, folder: str, source: Any, target: Any) -> None:
-    """Give a model and its optimizers the state of others."""
-    if way == "load":
-        checkpoint.save(folder, 1, *source, progress=False)
-        checkpoint.load(folder, *target, progress=False)
-    elif way == "recover":
-        checkpoint.keep(1, *source)
-        commgrid.recover(None, *target)
-    else:
-        grid, (models, optimizers) = commgrid.get_grid(), zip(source, target, strict=True)
-        sides = {"source_grid": grid, "target_grid": grid}
-        Transfer(*models, **sides, optimizer=optimizers, timeout=30).run()
 
 
 def weights(model: nn.Module) -> list[Tensor]:

@@ -17,7 +17,7 @@ from commgrid.equality.lost_numbers import lost_numbers, narrows
 from commgrid.parameters import placements
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import Transfer
+from tests.ways import WAYS, bring
 
 HALF, BRAIN, EIGHT = torch.float16, torch.bfloat16, torch.float8_e4m3fn
 ROWS, COLUMNS = 64, 64
@@ -44,22 +44,14 @@ def converted(
     folder: str, way: str, numbers: dict[int, float], source: torch.dtype, target: torch.dtype
 ) -> tuple[str, list[str], Any]:
     """The error, the warnings, and the numbers that have arrived in these places."""
-    grid = commgrid.initialize(tp=2)
+    commgrid.initialize(tp=2)
     model, other = held(numbers, source, 2), held({}, target, 2)
     before = other.weight.clone()
     told = ""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            if way == "load":
-                checkpoint.save(folder, 1, model, progress=False)
-                checkpoint.load(folder, other, progress=False)
-            elif way == "recover":
-                checkpoint.keep(1, model)
-                commgrid.recover(None, other)
-            else:
-                sides = {"source_grid": grid, "target_grid": grid}
-                Transfer(model, other, **sides, timeout=30).run()
+            bring(way, folder, (model,), (other,))
         except commgrid.CommGridError as error:
             told = str(error)
     if told:
@@ -75,9 +67,6 @@ def grid_gather(mine: Tensor) -> list[Tensor]:
     found = [torch.empty(mine.shape) for _ in range(2)]
     torch.distributed.all_gather(found, mine.float().contiguous(), group=group)
     return found
-
-
-WAYS = ["load", "recover", "transfer"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -23,6 +23,7 @@ from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Transfer
+from tests.ways import WAYS, bring
 
 Entry = Callable[[Tensor], Any]
 """What an optimizer keeps of a parameter, at its first step."""
@@ -108,22 +109,14 @@ def brought(way: str, folder: str, what: str, kind: str) -> bool:
     optimizer.step()
     right = state_of(optimizer)
     other, fresh = made()
-    if way == "load":
-        checkpoint.save(folder, 1, model, optimizer, progress=False)
-        checkpoint.load(folder, other, fresh, progress=False)
-    elif way == "recover":
-        checkpoint.keep(1, model, optimizer)
-        commgrid.recover(None, other, fresh)
-    else:
-        sides = {"source_grid": grid, "target_grid": grid}
-        Transfer(model, other, **sides, optimizer=(optimizer, fresh), timeout=30).run()
+    bring(way, folder, (model, optimizer), (other, fresh))
     found = state_of(fresh)
     assert found == right, (found, right)
     commgrid.shutdown()
     return bool(right and right[0])
 
 
-@pytest.mark.parametrize("way", ["load", "recover", "transfer"])
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("what", STATES, ids=[key.replace(" ", "_") for key in STATES])
 def test_an_optimizer_of_the_users_own_gets_its_whole_state_back(
     what: str, way: str, tmp_path: Path

@@ -13,11 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import commgrid
-from commgrid import checkpoint
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.tensor_parallel import ColumnParallelLinear
 from commgrid.testing import run_on_ranks
-from commgrid.transfer import Transfer
+from tests.ways import bring
 
 SIZE = 64
 ENTRIES: dict[str, Any] = {
@@ -70,7 +69,7 @@ def kept(kind: str, model: nn.Module, full: Any) -> Any:
 
 def brought(way: str, folder: str, what: str, kind: str) -> tuple[str, str, Any, list[str]]:
     """The error's type and text, the state of the target, and warnings."""
-    grid = commgrid.initialize(tp=2 if kind == "tp" else 1)
+    commgrid.initialize(tp=2 if kind == "tp" else 1)
     model, optimizer = made(kind, torch.float32)
     other, fresh = made(kind, torch.float16)
     for key, full in ENTRIES[what].items():
@@ -85,15 +84,7 @@ def brought(way: str, folder: str, what: str, kind: str) -> tuple[str, str, Any,
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
-            if way == "load":
-                checkpoint.save(folder, 1, model, optimizer, progress=False)
-                checkpoint.load(folder, other, fresh, progress=False)
-            elif way == "recover":
-                checkpoint.keep(1, model, optimizer)
-                commgrid.recover(None, other, fresh)
-            else:
-                sides = {"source_grid": grid, "target_grid": grid}
-                Transfer(model, other, **sides, optimizer=(optimizer, fresh), timeout=30).run()
+            bring(way, folder, (model, optimizer), (other, fresh))
         except commgrid.CommGridError as error:
             name, told = type(error).__name__, str(error)
     inner = getattr(fresh, "inner", fresh)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import commgrid
-from commgrid import checkpoint
 from commgrid.transfer import Transfer
+from tests.ways import WAYS, bring
 
 
 def built(value: float, shared: bool) -> nn.Module:
@@ -23,42 +23,30 @@ def built(value: float, shared: bool) -> nn.Module:
     return model
 
 
-def moved(way: str, folder: Path, source: nn.Module, target: nn.Module) -> None:
-    grid = commgrid.get_grid()
-    if way == "load":
-        checkpoint.save(folder, 1, source, progress=False)
-        checkpoint.load(folder, target, progress=False)
-    elif way == "recover":
-        checkpoint.keep(1, source)
-        commgrid.recover(None, target)
-    else:
-        Transfer(source, target, source_grid=grid, target_grid=grid).run(verify=True)
+EACH_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-WAYS = pytest.mark.parametrize("way", ["load", "recover", "transfer"])
-
-
-@WAYS
+@EACH_WAY
 @pytest.mark.parametrize("shared", [(True, True), (True, False), (False, True), (False, False)])
 def test_shared_buffers_are_moved(shared: tuple[bool, bool], way: str, tmp_path: Path) -> None:
     commgrid.initialize()
     source, target = built(3.0, shared[0]), built(0.0, shared[1])
-    moved(way, tmp_path, source, target)
+    bring(way, tmp_path, (source,), (target,), verify=True)
     assert [target[name].table.unique().tolist() for name in "ab"] == [[3.0]] * 2
     assert (target["a"].table is target["b"].table) == shared[1]
     commgrid.shutdown()
 
 
-@WAYS
+@EACH_WAY
 def test_two_tables_do_not_become_one(way: str, tmp_path: Path) -> None:
     commgrid.initialize()
     source, target = built(3.0, False), built(0.0, True)
     source["b"].table.fill_(4.0)
     with pytest.raises(commgrid.CommGridError, match=r"a.table and \S*b.table are one weight"):
-        moved(way, tmp_path, source, target)
+        bring(way, tmp_path, (source,), (target,), verify=True)
     assert target["a"].table.unique().tolist() == [0.0]
     apart = built(0.0, False)
-    moved(way, tmp_path / "apart", source, apart)
+    bring(way, tmp_path / "apart", (source,), (apart,), verify=True)
     assert [apart[name].table.unique().tolist() for name in "ab"] == [[3.0], [4.0]]
     commgrid.shutdown()
 

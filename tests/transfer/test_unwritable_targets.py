@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import commgrid
-from commgrid import checkpoint
 from commgrid.resharding.item import refuse_unwritable
 from commgrid.transfer import Transfer
+from tests.ways import WAYS, bring
 
 
 def holder(first: Tensor, last: Tensor) -> nn.Module:
@@ -22,22 +22,10 @@ def holder(first: Tensor, last: Tensor) -> nn.Module:
     return model
 
 
-def moved(way: str, folder: Path, source: nn.Module, target: nn.Module) -> None:
-    grid: Any = commgrid.get_grid()
-    if way == "load":
-        checkpoint.save(folder, 1, source, progress=False)
-        checkpoint.load(folder, target, progress=False)
-    elif way == "recover":
-        checkpoint.keep(1, source)
-        commgrid.recover(None, target)
-    else:
-        Transfer(source, target, source_grid=grid, target_grid=grid).run()
+EACH_WAY = pytest.mark.parametrize("way", WAYS)
 
 
-WAYS = pytest.mark.parametrize("way", ["load", "recover", "transfer"])
-
-
-@WAYS
+@EACH_WAY
 @pytest.mark.parametrize("kind", ["expanded", "unfolded", "inference"])
 def test_targets_that_cannot_be_written_are_refused_first(
     way: str, kind: str, tmp_path: Path
@@ -52,12 +40,12 @@ def test_targets_that_cannot_be_written_are_refused_first(
         }[kind]
     target = holder(torch.zeros(3), last)
     with pytest.raises(commgrid.CommGridError, match=r"last of shape \(4, 2\) cannot be written"):
-        moved(way, tmp_path, source, target)
+        bring(way, tmp_path, (source,), (target,))
     assert not target.first.any()
     commgrid.shutdown()
 
 
-@WAYS
+@EACH_WAY
 @pytest.mark.parametrize("kind", ["of one", "transposed", "interleaved", "inference"])
 def test_targets_that_can_be_written_are(way: str, kind: str, tmp_path: Path) -> None:
     commgrid.initialize()
@@ -70,7 +58,7 @@ def test_targets_that_can_be_written_are(way: str, kind: str, tmp_path: Path) ->
             "inference": torch.zeros(2, 3),
         }[kind]
         target = holder(torch.zeros(3), last)
-        moved(way, tmp_path, source, target)
+        bring(way, tmp_path, (source,), (target,))
     assert torch.equal(target.last, source.last)
     assert target.first.all()
     commgrid.shutdown()
