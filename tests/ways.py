@@ -35,3 +35,14 @@ def bring(
         grid, (models, *optimizers) = commgrid.get_grid(), zip(source, target, strict=True)
         how: Any = {"optimizer": optimizers[0]} if optimizers else {}
         Transfer(*models, source_grid=grid, target_grid=grid, timeout=30, **how).run(verify)
+
+
+def attempt(source: Any, target: Any, **options: Any) -> str:
+    """The error of a transfer, or the numbers that tensors by name have then."""
+    try:
+        transfer = Transfer(source, target, **{"timeout": 20, **options})
+        transfer.run()
+        transfer.close()
+    except commgrid.CommGridError as error:
+        return f"{type(error).__name__}: {error}"
+    return str({name: one.tolist() for name, one in target.items()})

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 import commgrid
-from commgrid import SpecError
+from commgrid import GridDestroyedError, SpecError
 from commgrid.bridge import Bridge
 
 
@@ -23,6 +24,12 @@ def test_a_bridge_over_no_group_is_refused(group: Any) -> None:
 def test_a_bridge_over_a_name_or_two_is_made(group: Any) -> None:
     grid = commgrid.initialize()
     bridge = Bridge(grid, grid, group=group)
+    x = torch.arange(6.0).view(2, 3)
+    crossed = bridge(x)
+    assert crossed is not None
+    assert torch.equal(crossed, x)
     for _ in range(2):  # a second call does nothing
         bridge.destroy()
+    with pytest.raises(GridDestroyedError, match="was destroyed"):
+        bridge(x)
     commgrid.shutdown()

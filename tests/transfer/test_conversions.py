@@ -20,6 +20,7 @@ from commgrid.testing import run_on_ranks
 from commgrid.transfer import Convert, Fp8Blocks, Part, Transfer, mapping
 from tests.sizes import full
 from tests.transfer.programs import COLUMNS, PEERS, ROWS, World, both
+from tests.ways import attempt
 
 FP8 = torch.float8_e4m3fn
 RANKS = 4
@@ -312,17 +313,6 @@ def test_fused_tensors_get_the_scales_of_their_parts() -> None:
         )
         assert len(found) == 4
         assert all(found.values()), found
-
-
-def attempt(source: Any, target: Any, **options: Any) -> str:
-    """The error, or the target's numbers."""
-    try:
-        transfer = Transfer(source, target, **{"timeout": 20, **options})
-        transfer.run()
-        transfer.close()
-    except commgrid.CommGridError as error:
-        return f"{type(error).__name__}: {error}"
-    return str({name: one.tolist() for name, one in target.items()})
 
 
 def once(name: str, tensor: Tensor) -> Tensor:

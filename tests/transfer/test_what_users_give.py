@@ -1,8 +1,6 @@
 """What people who read the page gave a Transfer: each would have moved something else in silence,
 or ended in an error of Python's."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,17 +10,7 @@ import commgrid
 from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Part, Transfer
-
-
-def moved(source: Any, target: Any, **options: Any) -> str:
-    """Its error, or the target's numbers then."""
-    try:
-        transfer = Transfer(source, target, **{"timeout": 20, **options})
-        transfer.run()
-        transfer.close()
-    except commgrid.CommGridError as error:
-        return f"{type(error).__name__}: {error}"
-    return str({name: one.tolist() for name, one in target.items()})
+from tests.ways import attempt
 
 
 def given() -> dict[str, str]:
@@ -31,17 +19,17 @@ def given() -> dict[str, str]:
     source, target = ColumnParallelLinear(2, 4), ColumnParallelLinear(2, 4, grid=serving)
     initialize_parameters(source, 1)
     rank, grids = training.rank, {"source_grid": training, "target_grid": serving}
-    said = {"slices": moved(dict(source.state_dict()), dict(target.state_dict()), **grids)}
+    said = {"slices": attempt(dict(source.state_dict()), dict(target.state_dict()), **grids)}
     own = {"w": torch.full((2,), float(rank))}
-    said["unequal"] = moved(own, {"w": torch.zeros(2)})
-    said["any"] = moved(own, {"w": torch.zeros(2)}, copies="any")
+    said["unequal"] = attempt(own, {"w": torch.zeros(2)})
+    said["any"] = attempt(own, {"w": torch.zeros(2)}, copies="any")
     part = {"w": Part(torch.full((2,), float(rank)), shape=(4,), offset=(2 * rank,))}
-    said["parts"] = moved(part, {"w": torch.zeros(4)})
+    said["parts"] = attempt(part, {"w": torch.zeros(4)})
     cut = distribute_tensor(torch.arange(4.0), training.device_mesh("tp"), [Shard(0)])
     cut_part = {"w": [Part(torch.zeros(4), (8,), (0,)), Part(cut, (8,), (4,))]}
-    said["a part of a DTensor"] = moved(cut_part, {"w": torch.ones(8)})
+    said["a part of a DTensor"] = attempt(cut_part, {"w": torch.ones(8)})
     two = [Part(torch.zeros(4), (4,), (0,)), Part(torch.zeros(2), (4,), (0,))]
-    said["overlapping parts"] = moved(part, {"w": two})
+    said["overlapping parts"] = attempt(part, {"w": two})
     transfer = Transfer(part, {"w": torch.zeros(4)})
     transfer.run()
     part["w"] = Part(part["w"].tensor, shape=(4,), offset=(2 - 2 * rank,))
@@ -68,26 +56,26 @@ def given() -> dict[str, str]:
     def both() -> dict[str, Tensor]:
         return {"up.weight": torch.ones(2), "down.weight": torch.zeros(2)}
 
-    said["pattern"] = moved(both(), both(), only=["up.*", "donw.*"])
-    said["one name"] = moved(both(), {"w": torch.zeros(2)}, rename=lambda name: "w")
+    said["pattern"] = attempt(both(), both(), only=["up.*", "donw.*"])
+    said["one name"] = attempt(both(), {"w": torch.zeros(2)}, rename=lambda name: "w")
     names = {"up.weight": "w", "down.weight": None}
-    said["left out"] = moved(both(), {"w": torch.zeros(2)}, rename=names.__getitem__)
-    said["no name"] = moved(both(), both(), rename=len)
+    said["left out"] = attempt(both(), {"w": torch.zeros(2)}, rename=names.__getitem__)
+    said["no name"] = attempt(both(), both(), rename=len)
     shared = torch.zeros(2)
-    said["memory"] = moved(both(), {"up.weight": shared, "down.weight": shared.view(2)})
+    said["memory"] = attempt(both(), {"up.weight": shared, "down.weight": shared.view(2)})
     halves = torch.zeros(4)
-    said["flat"] = moved(both(), {"up.weight": halves[:2], "down.weight": halves[2:]})
-    said["whole numbers"] = moved(both(), {n: one.to(torch.int8) for n, one in both().items()})
-    said["real"] = moved({"w": torch.ones(2, dtype=torch.complex64)}, {"w": torch.ones(2)})
-    said["wider"] = moved({"w": torch.ones(2, dtype=torch.int8)}, {"w": torch.zeros(2)})
-    said["generator"] = moved(source.named_parameters(), dict(target.state_dict()))
-    said["grid"] = moved(both(), both(), source_grid="default")
-    said["timeout"] = moved(both(), both(), timeout=0)
+    said["flat"] = attempt(both(), {"up.weight": halves[:2], "down.weight": halves[2:]})
+    said["whole numbers"] = attempt(both(), {n: one.to(torch.int8) for n, one in both().items()})
+    said["real"] = attempt({"w": torch.ones(2, dtype=torch.complex64)}, {"w": torch.ones(2)})
+    said["wider"] = attempt({"w": torch.ones(2, dtype=torch.int8)}, {"w": torch.zeros(2)})
+    said["generator"] = attempt(source.named_parameters(), dict(target.state_dict()))
+    said["grid"] = attempt(both(), both(), source_grid="default")
+    said["timeout"] = attempt(both(), both(), timeout=0)
     plain = [nn.Linear(2, 2), nn.Linear(2, 2)]
     initialize_parameters(plain[0], 1)
-    said["optimizer"] = moved(*plain, optimizer=torch.optim.AdamW(plain[0].parameters()))
+    said["optimizer"] = attempt(*plain, optimizer=torch.optim.AdamW(plain[0].parameters()))
     pair = tuple(torch.optim.AdamW(one.parameters()) for one in plain)
-    said["some optimizers"] = moved(*plain, optimizer=(None if rank == 0 else pair[0], pair[1]))
+    said["some optimizers"] = attempt(*plain, optimizer=(None if rank == 0 else pair[0], pair[1]))
     return said
 
 
