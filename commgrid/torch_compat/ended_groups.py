@@ -211,6 +211,7 @@ def _shut_down(group: dist.ProcessGroup) -> None:
 
 
 def _break(group: dist.ProcessGroup) -> None:
+    _shut_down(group)
     with suppress(RuntimeError):
         torch_gloo.break_connections(group)
 

@@ -23,7 +23,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from commgrid.rendezvous.op import Get, Protocol
+from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, NoThreadError
 from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat import gloo as torch_gloo
@@ -122,18 +123,47 @@ def _get(keys: tuple[str, ...]) -> Protocol[tuple[bytes | None, ...]]:
 def shut_down(group: dist.ProcessGroup) -> None:
     """Shut down a group's connections over which messages have gone, as if other ranks had ended.
 
-    Over any other connection no call waits for an answer, and its pair may have an error.
+    Over any other connection no call waits for an answer, and its pair may have an error. gloo ends
+    no wait for a message of which it has sent or received a part, nor for one that it begins to
+    send after the connection was shut down and before its thread has seen that. So messages under
+    way arrive first, and then gloo reads an end before a write fails.
     """
+    with _talking(group) as connections:
+        _wait_for_messages(connections)
+        for way in (socket.SHUT_RD, socket.SHUT_RDWR):
+            for each in connections:
+                with suppress(OSError):  # gloo has closed it
+                    each.shutdown(way)
+            if connections and way == socket.SHUT_RD:
+                time.sleep(timeouts().moment)
+
+
+@contextmanager
+def _talking(group: dist.ProcessGroup) -> Iterator[list[socket.socket]]:
+    """A group's connections over which messages have gone, each by a descriptor of its own."""
     own: set[tuple[Any, ...]] = set()
     theirs: set[tuple[Any, ...]] = set()
     for listener, others in _listeners(group):
         own.add(listener.for_socket)
         theirs.update(other.for_socket for other in others.values() if other is not None)
-    for connection in _sockets():
-        with suppress(OSError):  # it has no other end
-            there = connection.getpeername()
-            if (there in theirs or connection.getsockname() in own) and _has_talked(connection):
-                connection.shutdown(socket.SHUT_RDWR)
+    with ExitStack() as held:
+        found: list[socket.socket] = []
+        for connection in _sockets():
+            with suppress(OSError):  # it has no other end
+                there = connection.getpeername()
+                is_ours = there in theirs or connection.getsockname() in own
+                if is_ours and _bytes_of(connection) > _SILENT:
+                    copy = socket.socket(fileno=os.dup(connection.fileno()))  # `dup` has it block
+                    found.append(held.enter_context(copy))
+        yield found
+
+
+def _wait_for_messages(connections: list[socket.socket]) -> None:
+    """Wait until for a moment no byte goes over connections, for `Timeouts.leave` at most."""
+    until, before = time.monotonic() + timeouts().leave, [0] * len(connections)
+    while (now := [_bytes_of(each) for each in connections]) != before and time.monotonic() < until:
+        before = now
+        time.sleep(timeouts().moment)
 
 
 def _sockets() -> Iterator[socket.socket]:
@@ -153,10 +183,11 @@ def _sockets() -> Iterator[socket.socket]:
                     yield found
 
 
-def _has_talked(connection: socket.socket) -> bool:
+def _bytes_of(connection: socket.socket) -> int:
+    """Count the bytes that have gone over a connection, both ways."""
     counts = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 200)
     acknowledged, received = _COUNTS.unpack_from(counts, _COUNTS_AT)
-    return bool(acknowledged + received > _SILENT)
+    return int(acknowledged + received)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from commgrid.torch_compat import groups as torch_groups
 from tests.flags import hear, meet, tell
 
 FOREVER = 1000.0  # seconds, for which no test may last
+WAITED = 30.0  # seconds; a call that does not end lasts for a thousand
 GROUPS = 8  # of two ranks one connects and the other waits for it: either is, in some of these
 
 
@@ -64,3 +66,24 @@ def leave_at_once() -> None:
 
 def test_ranks_that_leave_while_others_connect() -> None:
     run_on_ranks(leave_at_once, 4)
+
+
+def wakes() -> list[bool]:
+    """Wake groups while a message goes over each; return which calls have ended then."""
+    rank, groups = dist.get_rank(), made([0, 1], timeout=FOREVER)
+    for group in groups:
+        dist.all_reduce(torch.ones(1), group=group)
+    large = torch.ones(20_000_000)
+    under_way = [dist.broadcast(large, 0, group, async_op=True) for group in groups]
+    if rank == 0:
+        ended_groups.wake(groups, set(groups))
+    until = time.monotonic() + WAITED
+    while not all(work.is_completed() for work in under_way) and time.monotonic() < until:
+        time.sleep(0.1)  # a poll
+    ended = [work.is_completed() for work in under_way]
+    meet(rank, 2)
+    return ended
+
+
+def test_a_wake_ends_also_the_call_whose_message_is_under_way() -> None:
+    assert run_on_ranks(wakes, 2, check=False) == [[True] * GROUPS] * 2
