@@ -121,18 +121,19 @@ def named_failures(
                 error.add_note(f"commgrid: {me} failed{at}")
             board.leave()
             raise
-        late = _says_late(error) or (learnt is not None and learnt.late)
-        why = remote.at_failure(grid.identity, late)
+        seems_late = _says_late(error) or (learnt is not None and learnt.late)
+        why = remote.at_failure(grid.identity, seems_late)
         if learnt is None and watch is not None and watch.read(timeouts().seen):
             learnt = grid.failure
         if learnt is not None and watch is not None:
             _registry.place.gone |= watch.ended
         if learnt is None:
             told = board.inquire(grid, error, at)
+            late = board.late
         else:  # a gate has found it, where nothing watches
             told = learnt.text if watch is not None else board.post(learnt.text)
+            late = learnt.late
         grid.abort_after_failure()
-        late = _says_late(error) if learnt is None else learnt.late
         who = f"{me} was{at}" if at else me
         told = _with_reason(told, why())
         board.leave()
@@ -196,9 +197,13 @@ class FailureBoard:
 
     Args:
         grid: this rank's, or the card of one that it is not in.
+
+    Attributes:
+        late: whether `inquire` has found that a rank came too late, which may live.
     """
 
     def __init__(self, grid: Identified) -> None:
+        self.late = False
         self._ranks = ranks = tuple(sorted(grid.spec.grid_ranks))
         me = torch_world.world_rank()
         self._failure = Failure(failures_of(grid.identity), me, ranks)
@@ -267,9 +272,11 @@ class FailureBoard:
                 known = self._driver.run(self._failure.find_out(blame))
             self._absent = unpack(known.get("absent", ""))
             _registry.place.gone |= unpack(known.get("gone", ""))
+            self.late = bool(known.get("late"))
             return str(known["text"])
         except StoreLostError as lost:
             _abort(grid, error)
+            self.late = _says_late(error)
             return _store_is_gone(grid, lost.silent, waited_for, mine)
         finally:
             self._driver.close()
@@ -277,7 +284,7 @@ class FailureBoard:
 
 def _blame(
     error: BaseException, me: int, absent: Sequence[int], words: Mapping[int, bytes]
-) -> dict[str, str]:
+) -> dict[str, Any]:
     """Describe a failure by the absent ranks, and by the ranks that the others waited for.
 
     Args:
@@ -285,7 +292,8 @@ def _blame(
         words: of all that have reported, and of absent ranks whose program has ended.
 
     Returns:
-        The `text`, and which ranks are `gone`. A rank that was waited for in vain may live.
+        The `text`, which ranks are `gone`, and whether the failure is that a rank was `late`. One
+        that was waited for in vain may live.
     """
     ended = {rank: words[rank].decode() for rank in absent if rank in words}
     said = {rank: json.loads(each) for rank, each in words.items() if rank not in ended}
@@ -295,7 +303,7 @@ def _blame(
     if late:  # a host out of reach says nothing; a process that ends is seen
         gone |= _whole_hosts(gone, missing)
     gone = gone - ended.keys() or gone  # ranks that ended in order may have come to the call before
-    return {"text": _told(gone, ended, reports), "gone": "" if late else pack(gone)}
+    return {"text": _told(gone, ended, reports), "gone": "" if late else pack(gone), "late": late}
 
 
 def _told(gone: set[int], ended: Mapping[int, str], reports: Sequence[Mapping[str, Any]]) -> str:

@@ -7,15 +7,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import commgrid
 from commgrid.collectives import all_reduce
 from commgrid.pipeline import Pipeline
-from commgrid.runtime.named_failures import named_failures
+from commgrid.runtime.named_failures import FailureBoard, named_failures
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from commgrid.testing import RanksFailed, run_on_ranks
 from tests.flags import hear, tell
+from tests.waiting import until
 
 TIMEOUT = 240.0
 MICROBATCHES = 6
@@ -193,3 +195,23 @@ def test_any_failure_is_named() -> None:
     assert found.pop(2) == "OSError: no more data"
     for said in found:
         assert said.startswith("PeerFailedError: rank 2 failed in step 3: OSError: no more data (")
+
+
+def posted_while_connecting(rank: int) -> str:
+    """Rank 1's own error is that a connection timed out, though rank 0 has told why."""
+    grid = commgrid.initialize(dp=2)
+    try:
+        with named_failures(grid, lambda: "step 3"):
+            if rank == 0:
+                tell("rank 0 fails")
+                raise OSError("no more data")
+            hear("rank 0 fails")
+            until(lambda: FailureBoard(grid).told_by([0]) is not None, "rank 0 has told")
+            raise dist.DistNetworkError("connect() timed out: Connection refused")
+    except (commgrid.PeerFailedError, OSError) as error:
+        return type(error).__name__
+
+
+def test_a_connection_that_times_out_makes_no_failure_late() -> None:
+    found = run_on_ranks(posted_while_connecting, 2, per_rank=[(0,), (1,)], check=False)
+    assert found == ["OSError", "PeerFailedError"]
