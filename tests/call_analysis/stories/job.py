@@ -328,7 +328,9 @@ class Job:
             self.looks.append(_diagnosed("commgrid.diagnose()", int(bool(found)), found, is_open))
         if self.story.trace:
             copy = own.with_suffix(".killed")
+            _signal(ranks, signal.SIGSTOP)  # else the records would be of several moments
             shutil.copytree(self.trace, copy)
+            _signal(ranks, signal.SIGCONT)
             self.kept.append((copy, is_open))
             self.look("running", self.trace, is_open)
         if len(self.kept) < 2 and (full() or not self.story.trace):  # a dump waits for a second
