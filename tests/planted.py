@@ -631,20 +631,13 @@ MUTANTS = (
         "spans = {a: (start, end)",
         ("tests/viz/test_pictures.py",),
     ),
-    Mutant(
-        "a block of ranks is drawn with the bytes of its last",
-        "commgrid/resharding/transfer_picture.py",
-        "found[row_of[sender]][column_of[receiver]] += size",
-        "found[row_of[sender]][column_of[receiver]] = size",
-        ("tests/resharding/test_transfer_picture.py",),
-    ),
     # -- cli ---------------------------------------------------------------------------------
     Mutant(
-        "documents that are counted stand there once",
-        "commgrid/cli/show_sharding.py",
-        "found += [int(length)] * int(times)",
-        "found += [int(length)]",
-        ("tests/viz/test_sharding_picture.py",),
+        "a node has one device",
+        "commgrid/cli/grid_options.py",
+        "args.world_size = args.nodes * cluster.per_node",
+        "args.world_size = args.nodes",
+        ("tests/cli/test_cluster_flags.py",),
     ),
     # -- copies ------------------------------------------------------------------------------
     Mutant(

@@ -21,7 +21,7 @@ COMMANDS = {
     "plan": "groups, sizes, communicators, and what start-up will cost",
     "explain": "one rank's coordinate, and its peers in every group",
     "check": "under torchrun or srun: start the grid and try every communicator",
-    "show": "pictures of a grid, a pipeline's schedule, a sharding, or a transfer",
+    "show": "pictures of a grid, or of a pipeline's schedule",
     "presets": "grids that others use, by name; any of them as YAML",
     "diff": "what changes between two grids: sizes, names, neighbours, communicators",
     "bench": "under torchrun or srun: latency and bandwidth of every communicator",

@@ -15,7 +15,6 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 from commgrid.layout.box import Box, volume
 from commgrid.resharding.assignment import Demand, cut, fair_shares
@@ -180,17 +179,6 @@ class TransferPlan:
             len(self.tensors), self.source_ranks, self.target_ranks, self.pairs, self.copied,
             self.on_one_host,
         )  # fmt: skip
-
-    def save(self, path: str | Path) -> None:
-        """Writes a file for `commgrid show --transfer`; on one rank, since all have one plan.
-
-        Args:
-            path: of the file, as `plan.json`.
-
-        Raises:
-            SpecError: it cannot be written.
-        """
-        self.traffic.save(Path(path))
 
     @cached_property
     def digest(self) -> str:

@@ -1,21 +1,15 @@
-"""Bytes between each two ranks of a transfer, as a file, and as a short table."""
+"""Bytes between each two ranks of a transfer, and a short table of them."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
 
-from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 
 _MOST_PAIRS = 4
 _UNITS = ("B", "kB", "MB", "GB", "TB")
-VERSION = 1
-"""Of the file; it rises when a key goes or comes to mean something else."""
 
 
 @dataclass(frozen=True)
@@ -52,28 +46,6 @@ class Traffic:
         for (_, receiver), size in self.pairs.items():
             found[receiver] += size
         return found
-
-    def as_dict(self) -> dict[str, Any]:
-        """Its entries in a file, but for the version."""
-        return {
-            "tensors": self.tensors,
-            "source": list(self.source_ranks),
-            "target": list(self.target_ranks),
-            "pairs": [[*pair, size] for pair, size in self.pairs.items()],
-            "copied": [list(one) for one in self.copied.items()],
-            "on_one_host": self.on_one_host,
-        }
-
-    def save(self, path: Path) -> None:
-        """Writes a file for `commgrid show --transfer`.
-
-        Raises:
-            SpecError: it cannot be written.
-        """
-        try:
-            path.write_text(json.dumps({"version": VERSION, **self.as_dict()}) + "\n")
-        except OSError as error:
-            raise SpecError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def as_table(plan: Traffic) -> str:

@@ -81,35 +81,22 @@ def _schedule(simulation: Simulation) -> dict[str, Any]:
 def draw_page(
     view: GridView,
     simulations: tuple[Simulation, ...] = (),
-    others: Mapping[str, GridView] | None = None,
 ) -> str:
     """The page.
 
     Args:
         view: what it opens with.
         simulations: schedules below the grid.
-        others: further grids of the same ranks by name, to switch to.
 
     Raises:
-        SpecError: more ranks than a page can show, or another grid of other ranks.
+        SpecError: more ranks than a page can show.
     """
     if view.spec.world_size > MOST_RANKS:
         raise SpecError(
             f"a page shows at most {MOST_RANKS:,} ranks, the grid has {view.spec.world_size:,}; "
             "show a smaller dp, which looks the same"
         )
-    for name, other in (others or {}).items():
-        if other.nodes != view.nodes:
-            raise SpecError(
-                f"{name} has other ranks or nodes than the grid that is shown; a page switches "
-                "between grids of the same ranks"
-            )
-    data = {
-        **page_data(view, simulations),
-        "called": "this one",
-        "others": [{**page_data(other), "called": name} for name, other in (others or {}).items()],
-    }
-    return _filled("page.html", data)
+    return _filled("page.html", page_data(view, simulations))
 
 
 def _filled(file: str, data: Mapping[str, Any]) -> str:

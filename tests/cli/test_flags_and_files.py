@@ -19,7 +19,6 @@ NOTHING = "would change nothing; it"
 STEP = f"{NOTHING} says how a step of a model is run; give --model NAME"
 JOBS = f"{NOTHING} is for a step's time and memory; give --model NAME as well"
 JOB = ["--model", "llama3-8b", "--cluster", "h100"]
-SHARDING = ["show", "--sharding", "900,90", "--cp", "2"]
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -68,18 +67,12 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["plan", "--tp", "2", "--nodes", "2", "--cluster", "cpu"],
          "add --gpus-per-node N, or give"),
         (["show", "--tp", "16", "--world-size", "16", "--within", "tp=node"], "lie on 2 nodes"),
-        (["show", "--sharding", "9" * 20, "--cp", "2"], "fewer than 10^12 tokens"),
         (["show", "--schedule", "1f1b", "--stages", "1000000", "--microbatches", "1000000"],
          "forwards are too many to show"),
-        ([*SHARDING, "--names", "tp"], f"--names tp: {NOTHING} does not go with --sharding"),
-        ([*SHARDING, "--tp", "2"], f"--tp 2: {NOTHING} does not go with --sharding"),
-        ([*SHARDING, "--model", "llama3-8b"],
-         f"--model llama3-8b: {NOTHING} does not go with --sharding"),
         (["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4", "--rank", "1"],
          f"--rank 1: {NOTHING} goes with a grid, and there is none"),
         (["explain", "--tp", "2", "--world-size", "4", "--rank", "²"],
          "--rank ²: expected a whole number from 0 on"),
-        (["show", "--sharding", "9", "--cp", "²"], "--cp ²: expected a whole number"),
     ],
 )  # fmt: skip
 def test_what_would_change_nothing_is_an_error(

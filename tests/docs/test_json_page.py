@@ -18,7 +18,6 @@ from commgrid.audit.finding import Comparison, Divergence
 from commgrid.call_records.call import Call, Group
 from commgrid.call_records.trace import Trace
 from commgrid.cli.output import JSON_VERSION, as_json
-from commgrid.resharding.traffic import Traffic
 from commgrid.testing import run_on_ranks
 from tests.docs.pages import DOCS, entries
 from tests.records import save
@@ -71,7 +70,6 @@ def paths(value: Any, known: dict[str, str], at: str = "") -> dict[str, list[Any
 
 
 def printed(which: str, folder: Path) -> Any:
-    Traffic(1, (0, 1), (1, 2), {(0, 2): 64, (1, 2): 64}, {1: 128}).save(folder / "c.json")
     save(folder, TRACE)
     argv = {
         "plan": ["plan", *GRID, "--cluster", "h100", "--gpus-per-node", "1"],
@@ -80,8 +78,6 @@ def printed(which: str, folder: Path) -> Any:
         "explain": ["explain", *GRID, "--rank", "5", "--cluster", "h100"],
         "show for a grid": ["show", *GRID, "--rank", "5"],
         "show --schedule": ["show", "--schedule", "1f1b", "--stages", "2", "--microbatches", "4"],
-        "show --sharding": ["show", "--sharding", "900,90x4", "--cp", "4"],
-        "show --transfer": ["show", "--transfer", str(folder / "c.json")],
         "trace": ["trace", str(folder)],
         "diagnose": ["diagnose", str(folder)],
         "verify": ["verify", str(folder)],
@@ -100,7 +96,6 @@ def schema(which: str) -> dict[str, str]:
     "which",
     [
         "plan", "plan --model", "plan --auto", "explain", "show for a grid", "show --schedule",
-        "show --sharding", "show --transfer",
         "trace", "diagnose", "verify",
     ],
 )  # fmt: skip

@@ -205,38 +205,3 @@ def test_a_page_is_one_file_that_asks_nobody(capsys: pytest.CaptureFixture[str],
 def test_too_many_ranks_for_a_page() -> None:
     with pytest.raises(SpecError, match="at most 32,768 ranks, the grid has 65,536"):
         draw_page(GridView(GridSpec.build(tp=8).resolve(65_536)))
-
-
-@in_a_browser
-def test_it_switches_between_grids_of_the_same_ranks(tmp_path: Path) -> None:
-    """Groups after a switch are the other grid's, and come back with the first."""
-    views = {
-        name: GridView(GridSpec.from_preset(name).resolve(32)) for name in ("hsdp", "megatron")
-    }
-    script = """
-      const found = [];
-      const look = () => { hover(9);
-        found.push([$("region").options.length, $("name").value, litRanks()]); };
-      choose("name", "tp"); look();
-      choose("grid", "hsdp"); choose("name", "dp_shard"); look();
-      choose("grid", "megatron"); choose("region", "expert"); choose("name", "edp"); look();
-      choose("grid", "this one"); choose("name", "tp"); look();
-      return { found, grids: [...$("grid").options].map(each => each.value),
-        hidden: $("grids").hidden };
-    """
-    found = browse(
-        draw_page(GridView(GridSpec.build(tp=4).resolve(32)), (), views), tmp_path, script
-    )
-    assert found["grids"] == ["this one", "hsdp", "megatron"]
-    assert not found["hidden"]
-    plain, hsdp, expert, again = found["found"]
-    assert plain == again == [1, "tp", [8, 9, 10, 11]]
-    assert hsdp[1:] == ["dp_shard", list(range(8, 16))]
-    assert expert == [2, "edp", list(range(32))]
-
-
-def test_grids_of_other_ranks_are_refused() -> None:
-    view = GridView(GridSpec.build(tp=2).resolve(16))
-    other = GridView(GridSpec.build(tp=2).resolve(8))
-    with pytest.raises(SpecError, match="small has other ranks or nodes"):
-        draw_page(view, (), {"small": other})

@@ -1,11 +1,9 @@
-"""`commgrid show`: pictures of a grid, of a schedule, of runs, and of a transfer."""
+"""`commgrid show`: pictures of a grid and of a schedule."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.commands import plan_model
@@ -22,16 +20,11 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import columns, give
-from commgrid.cli.show_sharding import ShownSharding, add_sharding_options
 from commgrid.cost_model.cluster import nodes_of
 from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
 from commgrid.pipeline_schedules.schedule import Schedule, make_schedule
 from commgrid.pipeline_schedules.simulator import Simulation, simulate
-from commgrid.planning.presets import PRESETS
-from commgrid.planning.spec import GridSpec
-from commgrid.resharding.traffic import as_table
-from commgrid.resharding.transfer_picture import draw_transfer, read_traffic
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.grid_picture import draw_grid
 from commgrid.viz.page import draw_page, page_data, write_page
@@ -48,10 +41,7 @@ _EXAMPLES = """examples:
   commgrid show --tp 8 --pp 4 --world-size 128 --cluster h100 --model gpt-175b -o grid.html
   commgrid show --tp 4 --ep 8 --etp 1 --world-size 64 --names ep,edp --rank 37 -o grid.png
   commgrid show grid.yaml --world-size 64 -o grid.html            (a page to explore)
-  commgrid show --preset hsdp --world-size 64 --beside-presets -o grid.html
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
-  commgrid show --sharding 900,90x4,400 --cp 4 -o sharding.svg
-  commgrid show --transfer plan.json -o plan.svg
 
 The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .html needs nothing.
 """
@@ -60,12 +50,7 @@ _SIZES = {
     "microbatches": "of a step",
     "chunks": "virtual stages of a rank, of interleaved (default 1)",
 }
-_OF_A_GRID = (
-    "names", "rank", "model", "beside_presets", "cluster", "gpus_per_node", "nodes",
-)  # fmt: skip
-_ALONE: Mapping[str, tuple[str, ...]] = {"transfer": (), "sharding": ("cp", "mask")}
-"""Pictures that are of one file or list, and the flags that they take."""
-_FLAGS = (*_OF_A_GRID, *_SIZES, "schedule", "mask", *_ALONE, *GRID_FLAGS)
+_OF_A_GRID = ("names", "rank", "model", "cluster", "gpus_per_node", "nodes")
 _MOST_DRAWN = 100_000  # actions of a schedule
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
@@ -74,7 +59,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "show",
-        description="Draws a grid's groups on its nodes, a schedule, a sharding, or a transfer.",
+        description="Draws a grid's groups on its nodes, or a pipeline's schedule.",
         examples=_EXAMPLES,
         run=run,
     )
@@ -94,30 +79,15 @@ def add_parser(commands: Any) -> None:
         "--model", metavar="NAME",
         help="with --cluster: what a step of it sends on each name, and over the links between",
     )  # fmt: skip
-    parser.add_argument(
-        "--beside-presets", action="store_true",
-        help="a page that also switches to every preset that fits the ranks",
-    )  # fmt: skip
     pipeline = parser.add_argument_group("schedule")
     pipeline.add_argument("--schedule", help="gpipe, 1f1b, interleaved or zb-h1")
     for size, meaning in _SIZES.items():
         pipeline.add_argument(f"--{size}", type=whole(1), metavar="N", help=meaning)
-    add_sharding_options(parser)
-    parser.add_argument(
-        "--transfer", type=Path, metavar="FILE",
-        help="a plan that transfer.plan.save wrote: bytes from rank to rank",
-    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
     read_nodes(args)
-    if args.transfer is not None:
-        plan = read_traffic(args.transfer)
-        return _give(args, plan.as_dict, lambda: as_table(plan), lambda: draw_transfer(plan))
-    if args.sharding:
-        shown = ShownSharding(args)
-        return _give(args, shown.as_dict, shown.as_text, shown.draw)
     simulation = _simulation(args)
     if simulation is not None and not _has_grid(args):
         return _show_schedule(args, simulation)
@@ -125,8 +95,7 @@ def run(args: argparse.Namespace) -> int:
     view = _view(args)
     simulations = () if simulation is None else (simulation,)
     if args.output is not None and args.output.suffix == ".html":
-        others = _presets_beside(view) if args.beside_presets else {}
-        write_page(draw_page(view, simulations, others), args.output)
+        write_page(draw_page(view, simulations), args.output)
         return _written(args)
     return _give(args, lambda: page_data(view), view.as_text, lambda: draw_grid(view))
 
@@ -157,16 +126,8 @@ def _staircase(simulation: Simulation, room: int | None) -> str:
 
 def _check(args: argparse.Namespace) -> None:
     """What does not go together."""
-    for flags, owner, example in (
-        (("mask",), args.sharding, "--sharding LENGTHS"),
-        (tuple(_SIZES), args.schedule, "--schedule, as --schedule 1f1b"),
-    ):
-        if not owner:
-            refuse_unused(args, flags, f"goes with {example}")
-    for picture, own in _ALONE.items():
-        if getattr(args, picture):
-            others = [flag for flag in _FLAGS if flag not in (picture, *own)]
-            refuse_unused(args, others, f"does not go with --{picture}; leave it out")
+    if not args.schedule:
+        refuse_unused(args, _SIZES, "goes with --schedule, as --schedule 1f1b")
     if args.schedule and not _has_grid(args):
         refuse_unused(args, _OF_A_GRID, "goes with a grid, and there is none; give its sizes")
 
@@ -176,9 +137,7 @@ def _has_grid(args: argparse.Namespace) -> bool:
 
 
 def _check_beside_grid(args: argparse.Namespace) -> None:
-    """Only a page shows a grid and a schedule, and switches between grids."""
-    if args.beside_presets and (args.output is None or args.output.suffix != ".html"):
-        raise SpecError("--beside-presets: only a page switches between grids, as -o grid.html")
+    """Only a page shows a grid and a schedule."""
     if args.schedule and (args.output is None or args.output.suffix != ".html"):
         raise SpecError(
             f"--schedule {args.schedule} beside a grid: only a page shows both, as -o grid.html; "
@@ -202,21 +161,6 @@ def _view(args: argparse.Namespace) -> GridView:
     return GridView(
         spec, names=args.names or [], rank=args.rank, cluster=cluster, notes=notes
     )  # fmt: skip
-
-
-def _presets_beside(view: GridView) -> dict[str, GridView]:
-    """Every preset over the same ranks; those whose sizes do not divide them are left out."""
-    if view.spec.ranks is not None:
-        raise SpecError(
-            "--beside-presets: shows presets of ranks from 0 on, and this grid lists its ranks; "
-            "leave one of them out"
-        )
-    found = {}
-    for name in PRESETS:
-        with suppress(SpecError):
-            spec = GridSpec.from_preset(name).resolve(view.spec.world_size)
-            found[name] = GridView(spec, view.gpus_per_node, cluster=view.cluster)
-    return found
 
 
 def _simulation(args: argparse.Namespace) -> Simulation | None:
