@@ -10,12 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.flags import names, pair, sized, whole
-from commgrid.cli.parser import COMMANDS
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.region import AXES, SIZED
 from commgrid.planning.spec import GridSpec
-from commgrid.planning.yaml import read_change
+from commgrid.planning.yaml import changed, read_change
 from commgrid.planning.yaml_keys import OPTIONS
 
 if TYPE_CHECKING:
@@ -33,19 +32,32 @@ def new_command(
     """Adds a command: its help, and `--json`."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
-        help=COMMANDS[name],
         description=description,
         epilog=examples,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.add_argument("--help-all", action=_HelpAll, help="show the flags that few need, too")
     parser.set_defaults(run=run)
     return parser
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`: prints every flag, and ends."""
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__(**about, nargs=0, default=argparse.SUPPRESS)
+
+    def __call__(self, parser: Any, *_: object) -> None:
+        print(parser.format_help(whole=True), end="")
+        parser.exit()
 
 
 def add_command(commands: Any, name: str, *, world_size: bool = True, **about: Any) -> Any:
     """Adds a command on a grid: as `new_command`, with the grid's flags."""
     parser = new_command(commands, name, **about)
+    parser.usage = f"commgrid {name} [GRID.yaml] [--tp N] [--pp N] [--dp N] [--cp N] [flags]"
+    parser.rare = RARE  # type: ignore[attr-defined]
     add_grid_options(parser, world_size=world_size)
     return parser
 
@@ -55,9 +67,14 @@ def flag_of(key: str) -> str:
     return f"--{key.replace('_', '-')}"
 
 
+_ORDER = ("tp", "pp", "dp", "cp", "ep", "etp", "dp_shard", "dp_replicate")
+RARE = frozenset({"axis", "create", "connect", "share", "within", "place"})
+"""Flags that only `--help-all` shows."""
+
+
 def add_sizes(parser: Any) -> None:
     """Adds a flag for the size of each axis that has a meaning."""
-    for axis in SIZED:
+    for axis in sorted(SIZED, key=_ORDER.index):
         parser.add_argument(flag_of(axis), dest=axis, type=whole(), metavar="N", help=AXES[axis])
 
 
@@ -70,7 +87,7 @@ def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True
     )
     grid.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="changes",
-        help="another value of a key of the file or preset, such as axes.tp=2; may be repeated",
+        help="another value of a key of docs/yaml.md, such as axes.tp=2; may be repeated",
     )  # fmt: skip
     add_sizes(grid)
     grid.add_argument(
@@ -103,16 +120,12 @@ def add_cluster_options(parser: argparse.ArgumentParser) -> None:
         "--cluster", metavar="NAME|FILE", help="a known one such as h100, or a YAML file"
     )
     group.add_argument(
-        "--gpus-per-node", type=_devices, metavar="N",
-        help="devices of a node; `launcher`: as torchrun's or SLURM's variables say",
+        "--gpus-per-node", type=whole(1), metavar="N",
+        help="devices of a node",
     )  # fmt: skip
     group.add_argument(
         "--nodes", type=whole(1), metavar="N", help="how many, in place of --world-size"
     )
-
-
-def _devices(text: str) -> int | str:
-    return text if text == "launcher" else whole(1)(text)
 
 
 def read_nodes(args: argparse.Namespace) -> None:
@@ -143,16 +156,10 @@ def read_cluster(args: argparse.Namespace) -> Cluster | None:
     """
     if args.cluster is None and args.gpus_per_node is None:
         return None
-    from commgrid.cost_model.cluster import (  # slow, and often unused
-        Cluster,
-        find_cluster,
-        nodes_of,
-    )
+    from commgrid.cost_model.cluster import find_cluster, nodes_of  # slow, and often unused
 
     base = None if args.cluster is None else find_cluster(args.cluster)
     devices = args.gpus_per_node
-    if devices == "launcher":
-        devices = Cluster.from_launcher().per_node
     if devices is None:
         return base
     return nodes_of(devices) if base is None else base.with_node(devices)
@@ -210,12 +217,13 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
     if args.yaml == "":
         raise SpecError("GRID.yaml '': expected the path of a file")
     if args.yaml is None:
-        if changes:
-            raise SpecError(
-                f"--set {args.changes[0]}: changes a file or a preset, and there is none; give "
-                "GRID.yaml or --preset NAME, or sizes as flags"
-            )
-        return GridSpec.build(**sizes, **options, ranks=args.ranks)
+        for key in changes:
+            own = key.removeprefix("axes.")
+            if own in sizes or own in options:
+                raise SpecError(f"{flag_of(own)} beside --set {key}: give one of them")
+        _refuse_ranks_twice(args, changes)
+        spec = GridSpec.build(**sizes, **options, ranks=args.ranks)
+        return GridSpec.from_dict(changed(spec.to_dict(), changes)) if changes else spec
     if sizes or options:
         beside = ", ".join(map(flag_of, (*sizes, *options)))
         raise SpecError(
@@ -273,7 +281,10 @@ def resolve(spec: GridSpec, world_size: int | None) -> GridSpec:
         return spec.resolve()
     if not spec.regions[0].is_resolved:
         axis = next(axis for axis, size in spec.regions[0].numbers if size < 1)
-        raise SpecError(f"--world-size: needed, since the grid has a size to fill ({axis} is -1)")
+        raise SpecError(
+            f"--world-size: needed, since the grid has a size to fill ({axis} is -1); or give "
+            "--nodes 1 with --cluster NAME or --gpus-per-node 8"
+        )
     return spec.resolve(spec.world_size)
 
 

@@ -17,10 +17,11 @@ TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
 if TYPE_CHECKING:
     from typing import Any
 
+    from commgrid.planning.plan import PlannedCommunicator
     from commgrid.planning.spec import GridSpec
 
 JSON_VERSION = 1
-"""Of the JSON of all commands; it rises when a key goes or comes to mean something else."""
+"""Of the JSON of each command that gives no other; it rises when a key goes or comes to mean something else."""
 
 # Exit statuses: 128 and the signal's number.
 _PIPE_CLOSED, _INTERRUPTED, _TERMINATED = 141, 130, 143
@@ -80,7 +81,6 @@ def as_json(found: Mapping[str, Any]) -> str:
     """
     import json  # slow to load, and most output is text
 
-    assert "version" not in found
     return json.dumps(_finite({"version": JSON_VERSION, **found}), allow_nan=False)
 
 
@@ -149,3 +149,14 @@ def _write(text: str) -> None:
         raise CommGridError(
             f"the output cannot be written: {error.strerror or error}; is the disk full?"
         ) from error
+
+
+def names_of(first: PlannedCommunicator, others: Sequence[PlannedCommunicator] = ()) -> str:
+    """The names of a communicator, and of others of equal ranks.
+
+    Args:
+        first: which comes first.
+        others: of the same ranks.
+    """
+    also = ", ".join(name for each in others for name in each.names)
+    return f"{', '.join(first.names)}{f', also {also}' if also else ''}"

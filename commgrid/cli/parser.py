@@ -17,24 +17,49 @@ TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
+GROUPS = {
+    "before a job": ("plan", "explain", "show", "presets", "diff"),
+    "on the cluster": ("check", "bench"),
+    "while it hangs": ("dump", "diagnose", "trace"),
+    "is it right": ("verify", "audit"),
+}
 COMMANDS = {
-    "plan": "groups, sizes, communicators, and what start-up will cost",
+    "plan": "groups, sizes, communicators, and what start-up or a step costs",
     "explain": "one rank's coordinate, and its peers in every group",
-    "check": "under torchrun or srun: start the grid and try every communicator",
     "show": "pictures of a grid, or of a pipeline's schedule",
     "presets": "grids that others use, by name; any of them as YAML",
     "diff": "what changes between two grids: sizes, names, neighbours, communicators",
+    "check": "under torchrun or srun: start the grid and try every communicator",
     "bench": "under torchrun or srun: latency and bandwidth of every communicator",
-    "trace": "what ranks have recorded: a table, a page, or a file for Perfetto",
-    "diagnose": "which rank a job waits for, and in which call",
     "dump": "where each rank of a job on this host is, and its last calls",
-    "verify": "whether what ranks have recorded can finish, under NCCL's rules and gloo's",
+    "diagnose": "which rank a job waits for, and in which call",
+    "trace": "what ranks have recorded: a table, a page, or a file for Perfetto",
+    "verify": "whether what ranks have recorded can finish, by NCCL's rules and gloo's",
     "audit": "run a training script on several grids, and say where they part",
 }
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, whose errors are one line, with the nearest command."""
+    """argparse, whose errors are one line, with the nearest command, and whose flags are whole.
+
+    Attributes:
+        rare: flags that only `--help-all` shows, by their names in Python.
+    """
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__(**about, allow_abbrev=False)
+        self.rare: frozenset[str] = frozenset()
+
+    def format_help(self, whole: bool = False) -> str:
+        hidden = [] if whole else [each for each in self._actions if each.dest in self.rare]
+        helps = [each.help for each in hidden]
+        try:
+            for each in hidden:
+                each.help = argparse.SUPPRESS
+            return super().format_help()
+        finally:
+            for each, text in zip(hidden, helps, strict=True):
+                each.help = text
 
     def error(self, message: str) -> NoReturn:
         of_flag = re.fullmatch(r"argument (?:-\w/)?(--?[\w-]+)\S*: (.*)", message, re.DOTALL)
@@ -57,18 +82,30 @@ def parsers(
     wanted = COMMANDS if every else [*(words or ())][:1]
     parser = _Parser(
         prog="commgrid",
-        description="Plan, explain, check, measure and draw the communicators of a training job.",
+        usage="commgrid [-h] [--version] COMMAND ...",
+        description=_listed(),
         epilog="`commgrid COMMAND --help` has examples.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     version = _version() if "--version" in (words or ()) else VERSION
     parser.add_argument("--version", action="version", version=version)
-    commands: Any = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, summary in COMMANDS.items():
+    commands: Any = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="commgrid"
+    )
+    for name in COMMANDS:
         if name in wanted:
             importlib.import_module(f"commgrid.cli.commands.{name}").add_parser(commands)
         else:
-            commands.add_parser(name, help=summary, add_help=False)
+            commands.add_parser(name, add_help=False)
     return parser, commands.choices
+
+
+def _listed() -> str:
+    """The commands by what they are for."""
+    lines = ["Plan, explain, check, measure and draw the communicators of a training job."]
+    for title, names in GROUPS.items():
+        lines += ["", f"{title}:", *(f"  {name:<9} {COMMANDS[name]}" for name in names)]
+    return "\n".join(lines)
 
 
 def _version() -> str:

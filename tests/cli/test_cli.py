@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,6 @@ import pytest
 
 from commgrid import GridSpec, GroupPlan
 from commgrid.cli import main
-from commgrid.planning.yaml_keys import OPTIONS
 from commgrid.testing import run_on_ranks
 
 
@@ -79,8 +79,8 @@ def test_listed_ranks_are_shown_in_their_order(capsys: pytest.CaptureFixture[str
     assert text.startswith("6 ranks: 0-2, 4-5, 7\n")
     text = output(capsys, "explain", "--tp", "2", "--pp", "2", "--ranks", "5,2,0,7", "--rank", "7")
     assert text.startswith("rank 7 of 4: tp 1, cp 0, dp 0, pp 1\n")
-    assert "  pp             2 [7]\n" in text
-    assert "  pp_tp          5 2 0 [7]\n" in text
+    assert "  pp, also pp_cp, pp_dp, pp_dp_cp" in text
+    assert "  5 2 0 [7]\n" in text
     assert "ranks" in output_of_help("plan")
     assert "0-14/2 (every second)" in " ".join(output_of_help("explain").split())
 
@@ -106,7 +106,7 @@ def test_plan_shows_groups_of_listed_ranks(
     assert found["groups"]["some"] == {"size": 4, "count": 3}  # of the largest, and of all
     assert found["per_rank"]["communicators"] == 15  # a rank in ends has one more than others
     text = output(capsys, "explain", str(path), "--world-size", "8", "--rank", "2")
-    assert "  some           4 [2] 1 0\n" in text
+    assert re.search(r"^  some +4 \[2\] 1 0$", text, re.M)
     assert "not in: ends" in text
 
 
@@ -122,50 +122,14 @@ def test_plan_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert changes["share=region"] == {"change": "share=region", "communicators": 23, "connect": 6}
 
 
-def test_plan_json_says_what_sharing_would_save(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--tp", "8", "--pp", "4", "--cp", "2", "--ep", "8", "--etp", "1", "--connect", "all"]
-    tables = []
-    for share in OPTIONS["share"].words:
-        flagged = [*flags, "--share", share, "--world-size", "1024", "--json"]
-        found = json.loads(output(capsys, "plan", *flagged))
-        tables.append(found["sharing"])
-        for row in found["sharing"]:  # as the plan with that choice counts them
-            if row["share"] == share:
-                held = {"communicators": row["communicators"], "connect": row["connect"]}
-                assert found["per_rank"] == held
-    region, every = tables[0]
-    assert tables == [[region, every]] * 3  # over aliases, for any share
-    assert (region["share"], region["communicators"], region["connect"]) == ("region", 23, 22)
-    assert region["saves"]["communicators"] == region["saves"]["connect"] == 29 - 23
-    assert region["saves"]["nccl_gb"] == pytest.approx([6 * 0.4, 6 * 0.7])
-    assert "in one order on names that differ only by axes of size 1" in region["asks"]
-    assert (every["share"], every["communicators"], every["connect"]) == ("all", 16, 15)
-    assert every["saves"]["communicators"] == every["saves"]["connect"] == 29 - 16
-    assert "in one order on all names that have the same ranks" in every["asks"]
-
-
 def test_plan_ends_with_the_cost(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--tp", "2", "--dp", "4", "--pp", "2", "--connect", "all"]
     text = output(capsys, "plan", *flags)
     assert "16 ranks" in text
     assert "Start-up, per rank:\n  15 communicators, 14 of which connect" in text
-    told = (
-        "  share={0} {1} 7 communicators{2}, 7 of which connect at start, and over NCCL 2.8 to "
-        "4.9 GB once all are in use\n    it asks all ranks of a group to issue collectives"
-    )
-    assert told.format("region", "would save", "") in text
-    assert told.format("all", "would save", "") in text
     assert "\n  connect=none saves most: 15 communicators" in text
     text = output(capsys, "plan", *flags, "--share", "region")
     assert "Start-up, per rank:\n  8 communicators, 7 of which connect" in text
-    assert told.format("region", "saves", " over share=aliases") in text
-    assert told.format("all", "would save", " over share=aliases") in text
-
-
-def test_plan_says_where_sharing_saves_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    text = output(capsys, "plan", "--tp", "2", "--cp", "2", "--dp", "2", "--pp", "2")
-    assert "  share=region would save nothing\n  share=all would save nothing\n" in text
-    assert "it asks" not in text
 
 
 def test_plan_counts_picked_groups(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def refused(capsys: pytest.CaptureFixture[str], command: str) -> str:
 
 def test_plan_says_what_each_name_crosses(capsys: pytest.CaptureFixture[str]) -> None:
     text = said(capsys, "plan --tp 16 --world-size 64 --cluster h100")
-    assert re.search(r"^ +16 +4  connects  cluster  tp$", text, re.M)
+    assert re.search(r"^ +16 +4  connects  cluster  tp, also cp_tp", text, re.M)
     assert "On h100 a device sends 450 GB/s within a node of 8, 50 GB/s beyond." in text
     assert "  8 ranks of each of 2 nodes; 1 group at once on a node's link: tp, cp_tp" in text
     assert "  slow: tp spans 2 nodes: each layer's all-reduce goes over 50 GB/s" in text
@@ -63,19 +63,21 @@ def test_explain_marks_ranks_on_other_nodes(capsys: pytest.CaptureFixture[str]) 
     command = "explain --tp 2 --pp 2 --world-size 32 --rank 5 --gpus-per-node 8"
     text = said(capsys, command)
     assert "on node 0 of 4; *: on another node" in text
-    assert re.search(r"^  tp +node +4 \[5\]$", text, re.M)
-    assert re.search(r"^  dp +cluster +1 3 \[5\] 7 9\* 11\* 13\* 15\*$", text, re.M)
-    assert re.search(r"^  dp_tp +cluster +0-4 \[5\] 6-15 \(16 ranks, 8 on this node\)$", text, re.M)
+    assert re.search(r"^  tp, also cp_tp +node +4 \[5\]$", text, re.M)
+    assert re.search(r"^  dp, also dp_cp +cluster +1 3 \[5\] 7 9\* 11\* 13\* 15\*$", text, re.M)
+    assert re.search(
+        r"^  dp_tp, also dp_cp_tp +cluster +0-4 \[5\] 6-15 \(16 ranks, 8 on this node\)$",
+        text,
+        re.M,
+    )
     found = json.loads(said(capsys, f"{command} --json"))
     assert (found["node"], found["within"]["tp"], found["within"]["pp"]) == (0, "node", "cluster")
     large = said(capsys, "explain --tp 8 --pp 4 --world-size 16384 --rank 37 --cluster h100")
-    assert max(map(len, large.splitlines())) < 110
+    assert max(map(len, large.splitlines())) < 120
     assert "32-36 [37] 38-39, 4128-4135, … 12320-12327, step 4096 (32 ranks, 8 on" in large
 
 
-def test_a_file_and_the_launcher_say_it(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_says_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "ours.yaml"
     path.write_text(
         "name: ours\nsource: a guess\n"
@@ -86,8 +88,7 @@ def test_a_file_and_the_launcher_say_it(
     text = said(capsys, f"plan --tp 8 --world-size 16 --cluster {path}")
     assert "On ours a device sends 100 GB/s within a node of 4, 10 GB/s beyond." in text
     assert "  numbers: a guess" in text
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    text = said(capsys, f"plan --tp 8 --world-size 16 --cluster {path} --gpus-per-node launcher")
+    text = said(capsys, f"plan --tp 8 --world-size 16 --cluster {path} --gpus-per-node 8")
     assert "100 GB/s within a node of 8" in text
 
 

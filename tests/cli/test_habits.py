@@ -1,6 +1,7 @@
 """Habits of command lines: pipes, exit codes, and what they load."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import pytest
 
 import commgrid
 from commgrid.cli import main
+from commgrid.cli.grid_options import RARE
 from commgrid.cli.output import guarded
+from commgrid.cli.parser import COMMANDS, parsers
 
 ROOT = Path(__file__).parents[2]
 
@@ -186,7 +189,7 @@ def status(argv: list[str]) -> int | str | None:
     [
         ("plna", "commgrid: argument COMMAND: invalid choice: 'plna' "),
         ("plan --tpp 2", "commgrid plan: unrecognized arguments: --tpp; did you mean '--tp'?"),
-        ("explain --tp 2", "commgrid explain: the following arguments are required: --rank"),
+        ("check grid.yaml --timeout", "commgrid check: --timeout expected one argument"),
         ("plan --tp", "commgrid plan: --tp expected one argument"),
     ],
 )
@@ -226,3 +229,34 @@ def test_a_command_loads_what_it_uses(argv: str, without: str) -> None:
     assert done.returncode == 0, done.stderr
     loaded = set(done.stdout.splitlines()[-1].split())
     assert not loaded & {"torch", *without.split()}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_flag_is_abbreviated(command: str) -> None:
+    _, found = parsers([command])
+    assert not found[command].allow_abbrev
+
+
+def test_a_flag_of_another_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan --rank 3` planned a grid of one rank, whose number is 3."""
+    assert "--rank; did you mean '--ranks'?" in refused(capsys, "plan", "--tp", "1", "--rank", "3")
+
+
+def test_few_flags_are_on_the_first_page(capsys: pytest.CaptureFixture[str]) -> None:
+    for page, shown in (("--help", False), ("--help-all", True)):
+        with pytest.raises(SystemExit) as ended:
+            main(["plan", page])
+        assert ended.value.code == 0
+        text = capsys.readouterr().out
+        assert {f"  --{flag} " in text for flag in RARE} == {shown}
+    sizes = re.findall(r"^  --(\w+) N ", text, re.M)
+    assert sizes[:6] == ["tp", "pp", "dp", "cp", "ep", "etp"]
+
+
+def test_a_key_is_set_without_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", "--tp", "2", "--world-size", "8"]
+    for change, flags in (("axes.pp=2", ["--pp", "2"]), ("share=region", ["--share", "region"])):
+        assert main([*argv, "--set", change]) == 0
+        said = capsys.readouterr().out
+        assert main([*argv, *flags]) == 0
+        assert capsys.readouterr().out == said

@@ -293,7 +293,7 @@ def test_values_of_a_file_are_changed_without_copying_it(
         (["--preset", "tp", "--set", "axes.tp"], "expected KEY=VALUE"),
         (["--preset", "tp", "--set", "axes={"], "the value is not plain YAML"),
         (["--preset", "tp", "grid.yaml"], "--preset tp beside grid.yaml"),
-        (["--tp", "2", "--set", "axes.tp=4"], "changes a file or a preset, and there is none"),
+        (["--tp", "2", "--set", "axes.tp=4"], "--tp beside --set axes.tp: give one of them"),
         (["--preset", "hsdp", "--world-size", "12"], "dp_shard=8"),
     ],
     ids=str,

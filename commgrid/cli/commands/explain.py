@@ -15,12 +15,12 @@ from commgrid.cli.grid_options import (
     read_spec,
     resolve,
 )
-from commgrid.cli.output import give
+from commgrid.cli.output import give, names_of
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import Ranks, RankSet, highest_rank
-from commgrid.planning.plan import GroupPlan
+from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.wording import around, several
 
 _EXAMPLES = """examples:
@@ -39,7 +39,9 @@ def add_parser(commands: Any) -> None:
         examples=_EXAMPLES,
         run=run,
     )
-    parser.add_argument("--rank", required=True, type=whole(0), metavar="R", help="the global rank")
+    parser.add_argument(
+        "--rank", type=whole(0), default=0, metavar="R", help="the global rank (default 0)"
+    )
     add_cluster_options(parser)
 
 
@@ -78,16 +80,19 @@ def as_json(plan: GroupPlan, cluster: Cluster | None = None) -> dict[str, Any]:
 
 
 def as_text(plan: GroupPlan, cluster: Cluster | None = None) -> str:
-    """The rank as a table: one line a communicator, this rank in brackets."""
+    """The rank as a table: a line for each set of peers, this rank in brackets."""
     lines = [f"rank {plan.rank} of {plan.spec.world_size:,}: {plan.place}"]
     if cluster is not None:
         nodes = cluster.node(highest_rank(plan.spec.grid_ranks)) + 1
         lines.append(f"on node {cluster.node(plan.rank)} of {nodes:,}; *: on another node")
     lines.append("")
-    width = min(44, max((len(", ".join(c.names)) for c in plan.communicators), default=0))
-    levels = 0 if cluster is None else max(len(level.name) for level in cluster.levels)
+    rows: dict[Ranks, list[PlannedCommunicator]] = {}
     for communicator in plan.communicators:
-        names, members = ", ".join(communicator.names), communicator.members
+        rows.setdefault(communicator.members, []).append(communicator)
+    told = {members: names_of(first, others) for members, (first, *others) in rows.items()}
+    width = min(44, max(map(len, told.values()), default=0))
+    levels = 0 if cluster is None else max(len(level.name) for level in cluster.levels)
+    for members, names in told.items():
         if cluster is None:
             peers = around(members, plan.rank)
         else:

@@ -20,11 +20,10 @@ from commgrid.cli.grid_options import (
     refuse_unused,
     resolve,
 )
-from commgrid.cli.output import columns, give, write_grid, written
+from commgrid.cli.output import give, names_of, write_grid, written
 from commgrid.cost_model.calibration import NCCL_GB, SOURCES
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import listed_ranks
-from commgrid.planning import sockets
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES
@@ -35,19 +34,10 @@ if TYPE_CHECKING:  # what most plans do without, and is slow to load
     from commgrid.cost_model.crossing import Crossing
     from commgrid.cost_model.why import Why
 
-ASKS = {
-    "region": "all ranks of a group to issue collectives, asynchronous ones too, in one order on "
-    "names that differ only by axes of size 1",
-    "all": "all ranks of a group to issue collectives, asynchronous ones too, in one order on all "
-    "names that have the same ranks",
-}
-"""What each `share` asks of the program."""
-
 _EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
   commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share region
   commgrid plan grid.yaml --world-size 64 --json
-  commgrid plan --tp 8 --pp 4 --world-size 1024 --backend gloo
   commgrid plan --tp 2 --ranks 0-2,4,5,7
   commgrid plan --tp 16 --world-size 64 --cluster h100
   commgrid plan --tp 8 --world-size 64 --gpus-per-node 4
@@ -68,11 +58,6 @@ def add_parser(commands: Any) -> None:
         run=run,
     )
     parser.add_argument(
-        "--backend",
-        help="what open files and threads are counted for: nccl (default), gloo, "
-        "cpu:gloo,cuda:nccl",
-    )
-    parser.add_argument(
         "-o", "--output", type=file_of(".yaml", ".yml", *SUFFIXES), action="append", default=[],
         metavar="FILE",
         help="GRID.yaml: the grid, or the best of --auto, for initialize(config=...); .svg, .png "
@@ -91,11 +76,10 @@ def run(args: argparse.Namespace) -> int:
     if has_steps:
         from commgrid.cli.commands import plan_model  # only a step needs it
 
-        return plan_model.run(args, lambda spec, cluster: as_text(spec, "nccl", columns(), cluster))
+        return plan_model.run(args, lambda spec, cluster: as_text(spec, cluster))
     refuse_unused(args, plan_options.FLAGS, "says how a step of a model is run; give --model NAME")
     given = read_spec(args)
     spec = resolve(given, args.world_size)
-    backend = "nccl" if args.backend is None else _checked(args.backend)
     cluster = read_cluster(args)
     if cluster is not None:
         from commgrid.cost_model.crossing import check_within
@@ -105,39 +89,15 @@ def run(args: argparse.Namespace) -> int:
         write_grid(path, given, f"of `commgrid {shlex.join(args.words)}`")
     give(
         args,
-        lambda: as_json(spec, backend, cluster, why=args.why),
-        lambda: "\n".join(
-            [as_text(spec, backend, columns(), cluster, why=args.why), *written(args.output)]
-        ),
+        lambda: as_json(spec, cluster, why=args.why),
+        lambda: "\n".join([as_text(spec, cluster, why=args.why), *written(args.output)]),
     )
     return 0
 
 
-_OPENS = ("nccl", "gloo", "cuda:nccl", *(f"{on}:gloo" for on in ("cpu", "cuda", "xpu", "hpu")))
-
-
-def _checked(backend: str) -> str:
-    pairs = backend.split(",")
-    devices = [pair.partition(":")[0] for pair in pairs]
-    for pair in pairs:
-        if pair not in _OPENS:
-            raise SpecError(
-                f"--backend {backend or repr(backend)}: what {pair!r} opens is not known; "
-                "expected nccl, gloo, or cpu:gloo,cuda:nccl"
-            )
-    if len(pairs) > 1 and (len(set(devices)) < len(pairs) or not all(":" in p for p in pairs)):
-        raise SpecError(
-            f"--backend {backend}: of several backends each is for another device; expected such "
-            "as cpu:gloo,cuda:nccl"
-        )
-    return backend
-
-
-def as_json(
-    spec: GridSpec, backend: str = "nccl", cluster: Cluster | None = None, *, why: bool = False
-) -> dict[str, Any]:
+def as_json(spec: GridSpec, cluster: Cluster | None = None, *, why: bool = False) -> dict[str, Any]:
     """The plan for machines."""
-    told = {"why": [asdict(each) for each in _why(spec, backend)]} if why else {}
+    told = {"why": [asdict(each) for each in _why(spec)]} if why else {}
     sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
     placed: dict[str, Any] = {}
@@ -146,6 +106,7 @@ def as_json(
 
         placed = plan_cluster.as_json(spec, cluster)
     return {
+        "version": 2,  # 1 had what `share` saves, and open files
         "world_size": spec.world_size,
         "spec": spec.to_dict(),
         "groups": {
@@ -163,8 +124,6 @@ def as_json(
             {"change": change, "communicators": fewer, "connect": connects}
             for change, fewer, connects in _savings(spec)
         ],
-        "sharing": _sharing(spec),
-        "sockets": _sockets_json(spec, backend),
         **placed,
         **told,
     }  # fmt: skip
@@ -172,13 +131,11 @@ def as_json(
 
 def as_text(
     spec: GridSpec,
-    backend: str = "nccl",
-    width: int | None = None,
     cluster: Cluster | None = None,
     *,
     why: bool = False,
 ) -> str:
-    """The plan as a table a person reads, with the cost below it, of columns that fit `width`."""
+    """The plan as a table a person reads, with the cost below it."""
     lines = [several(spec.world_size, "rank")]
     if spec.ranks is not None:
         lines[0] += f": {listed_ranks(spec.layout('dense').ranks)}"
@@ -199,24 +156,22 @@ def as_text(
     heads = f"  {'size':>7} {'groups':>8}  {'starts':<9} "
     lines += ["", f"{heads}{_within('within', found)}names of one communicator"]
     small = [c for c in _kinds(spec) if c.size == 1]
-    for communicator in _kinds(spec):
-        if communicator.size > 1:
-            count = _group_count(spec, communicator.name, communicator.size)
-            when = "connects" if communicator.connect else "first use"
-            names = ", ".join(communicator.names)
-            level = found[communicator.name].level.name if found else ""
-            numbers = f"  {communicator.size:7,} {count:8,}  {when:<9} "
-            lines.append(f"{numbers}{_within(level, found)}{names}")
+    for communicator, *others in _of_equal_ranks(spec):
+        count = _group_count(spec, communicator.name, communicator.size)
+        when = "connects" if communicator.connect else "first use"
+        level = found[communicator.name].level.name if found else ""
+        numbers = f"  {communicator.size:7,} {count:8,}  {when:<9} "
+        lines.append(f"{numbers}{_within(level, found)}{names_of(communicator, others)}")
     if small:
         alone = [name for c in small for name in c.names]
         count = max(_group_count(spec, name, 1) for name in alone)
         numbers = f"  {1:7} {count:8,}  {'never':<9} "
         lines.append(f"{numbers}{_within('', found)}{', '.join(alone)}")
-    lines += [*below, "", *_sockets(spec, backend, width), "", *_cost(spec)]
+    lines += [*below, "", *_cost(spec)]
     if why:
         from commgrid.cost_model.why import as_lines
 
-        lines += as_lines(_why(spec, backend))
+        lines += as_lines(_why(spec))
     return "\n".join(lines)
 
 
@@ -227,12 +182,11 @@ def _within(level: str, found: Mapping[str, Crossing]) -> str:
     return f"{level:<{max(len('within'), *(len(c.level.name) for c in found.values()))}}  "
 
 
-def _why(spec: GridSpec, backend: str) -> list[Why]:
-    """Where each number of memory, files and threads is from."""
+def _why(spec: GridSpec) -> list[Why]:
+    """Where the numbers of memory are from."""
     from commgrid.cost_model.why import Why
 
     _, connecting = _counts(spec)
-    start, most = sockets.total(_most_needed(spec, backend))
     low, high = (connecting * gb for gb in NCCL_GB)
     return [
         Why(
@@ -241,19 +195,6 @@ def _why(spec: GridSpec, backend: str) -> list[Why]:
             f"{connecting} communicators that connect · {NCCL_GB[0]} to {NCCL_GB[1]} GB; what "
             "another create, connect or share saves is computed in the same way",
             SOURCES["nccl"],
-        ),
-        Why(
-            "open files",
-            f"{start.files:,}-{most.files:,}",
-            f"the sum over a rank's communicators, over {backend}: at start, and once every pair "
-            "of their ranks has talked",
-            sockets.SOURCE,
-        ),
-        Why(
-            "threads",
-            f"{start.threads:,}-{most.threads:,}",
-            "likewise",
-            sockets.SOURCE,
         ),
     ]
 
@@ -268,7 +209,6 @@ def _cost(spec: GridSpec) -> list[str]:
         f"  over NCCL about {low:.1f} to {high:.1f} GB of device memory ({NCCL_GB[0]} to "
         f"{NCCL_GB[1]} GB each has been reported), and as much again for each later connection",
     ]
-    lines += [line for each in _sharing(spec) for line in _told(spec, each)]
     savings = _savings(spec)
     if not savings:
         return [*lines, "  no other create, connect or share would save anything"]
@@ -276,78 +216,6 @@ def _cost(spec: GridSpec) -> list[str]:
     less = f", {_gb(connecting - connects)} less at start" if connecting > connects else ""
     left = several(fewer, "communicator")
     return [*lines, f"  {change} saves most: {left}, {connects} connect{less}"]
-
-
-def _most_needed(spec: GridSpec, backend: str) -> tuple[sockets.GroupNeed, ...]:
-    """The communicators' cost on the rank with most open files at start."""
-    found = [sockets.needs(plan, backend) for plan in _plans(spec)]
-    return max(found, key=lambda needs: sockets.total(needs)[0].files)
-
-
-def _sockets_json(spec: GridSpec, backend: str) -> dict[str, Any]:
-    needs = _most_needed(spec, backend)
-    start, most = sockets.total(needs)
-    return {
-        "backend": backend, "start": asdict(start), "most": asdict(most),
-        "world": asdict(sockets.of_world(spec.world_size, backend)),
-        "groups": [asdict(need) for need in needs],
-    }  # fmt: skip
-
-
-def _sockets(spec: GridSpec, backend: str, width: int | None) -> list[str]:
-    """Open files, connections and threads of a rank, with the groups that need most."""
-    needs = _most_needed(spec, backend)
-    start, most = sockets.total(needs)
-    world = sockets.of_world(spec.world_size, backend)
-    rows = [(f"over {backend}, in all", start, most), ("WORLD and its store", world, world)]
-    largest = sorted(needs, key=lambda n: (-n.most.files, -n.start.files))[:4]
-    rows += [(f"{n.names[0]} of {n.size:,} ranks", n.start, n.most) for n in largest if n.size > 1]
-    cells = [("", "at start", "once all have talked")]
-    cells += [(name, _show_need(a), _show_need(b)) for name, a, b in rows]
-    widths = [26, 24, 28]
-    if width is not None and width < 4 + sum(widths):
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["Open files (connections among them) and threads, per rank:"] + [
-        f"  {name:{widths[0]}} {start:>{widths[1]}} {most:>{widths[2]}}"
-        for name, start, most in cells
-    ]
-
-
-def _show_need(need: sockets.Need) -> str:
-    return f"{need.files:,} ({need.connections:,}), {need.threads:,}"
-
-
-def _told(spec: GridSpec, each: dict[str, Any]) -> list[str]:
-    """What a `share` saves over aliases, and what it asks of the program, as lines."""
-    share, saves = each["share"], each["saves"]
-    verb = "saves" if spec.share == share else "would save"
-    fewer, connects = saves["communicators"], saves["connect"]
-    if not fewer:
-        return [f"  share={share} {verb} nothing"]
-    over = "" if spec.share == "aliases" else " over share=aliases"
-    return [
-        f"  share={share} {verb} {fewer} communicators{over}, {connects} of which connect at "
-        f"start, and over NCCL {_gb(fewer)} once all are in use",
-        f"    it asks {each['asks']}",
-    ]
-
-
-def _sharing(spec: GridSpec) -> list[dict[str, Any]]:
-    """Savings of each `share` over aliases, and its requirement."""
-    most, connecting = _counts(replace(spec, share="aliases"))
-    found = []
-    for share, asks in ASKS.items():
-        held, connects = _counts(replace(spec, share=share))
-        fewer = most - held
-        saves = {
-            "communicators": fewer, "connect": connecting - connects,
-            "nccl_gb": [fewer * gb for gb in NCCL_GB],
-        }  # fmt: skip
-        found.append(
-            {"share": share, "communicators": held, "connect": connects, "saves": saves,
-             "asks": asks}
-        )  # fmt: skip
-    return found
 
 
 def _gb(communicators: int) -> str:
@@ -396,6 +264,20 @@ def _kinds(spec: GridSpec) -> list[PlannedCommunicator]:
             names = {*known.names, *communicator.names}
             found[key] = replace(known, names=tuple(name for name in order if name in names))
     return sorted(found.values(), key=lambda c: (order.index(c.name), -c.size))
+
+
+def _of_equal_ranks(spec: GridSpec) -> list[list[PlannedCommunicator]]:
+    """The communicators of several ranks, those together that have equal ranks."""
+    found: dict[object, list[PlannedCommunicator]] = {}
+    for communicator in _kinds(spec):
+        if communicator.size > 1:
+            name, definition = communicator.name, spec.definitions[communicator.name]
+            alike: object = (name, communicator.size)
+            if definition.pick is None and definition.lists is None:
+                members = [plan.members[name] for plan in _plans(spec) if name in plan.members]
+                alike = (definition.region, *members)
+            found.setdefault(alike, []).append(communicator)
+    return list(found.values())
 
 
 def _counts(spec: GridSpec) -> tuple[int, int]:

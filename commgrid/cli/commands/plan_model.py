@@ -19,11 +19,11 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give, write_grid, written
-from commgrid.cost_model.cluster import Cluster
+from commgrid.cost_model.cluster import CLUSTERS, Cluster
 from commgrid.cost_model.config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.cost_model.crossing import check_within
 from commgrid.cost_model.memory import MEMORY_PARTS
-from commgrid.cost_model.model import Model, find_model
+from commgrid.cost_model.model import MODELS, Model, find_model
 from commgrid.cost_model.placement import expert_axes, of_spec
 from commgrid.cost_model.search import AXES, Found, describe, fastest, memory_limit, search
 from commgrid.cost_model.step import StepCost, beyond, traffic
@@ -49,7 +49,6 @@ def run(args: argparse.Namespace, groups: Callable[[GridSpec, Cluster], str]) ->
     Args:
         groups: text about the groups of a given grid.
     """
-    refuse_unused(args, ["backend"], "counts open files of a grid alone; leave out --model")
     model, cluster = read_job(args)
     if args.etp is not None and not model.experts:
         raise SpecError(f"--etp {args.etp}: model {model.name} has no experts; leave it out")
@@ -119,10 +118,12 @@ def read_job(args: argparse.Namespace) -> tuple[Model, Cluster]:
     Raises:
         SpecError: one of them is not there.
     """
-    for key in ("model", "cluster"):
+    for key, known in (("model", MODELS), ("cluster", CLUSTERS)):
         if getattr(args, key) is None:
-            raise SpecError(f"--{key}: needed for the time and memory of a step; give its name or "
-                            "a YAML file")  # fmt: skip
+            raise SpecError(
+                f"--{key}: needed for the time and memory of a step; give {', '.join(known)}, or a "
+                "YAML file"
+            )
     model = find_model(args.model)
     changed = {key: getattr(args, key) for key in ("batch", "sequence") if is_given(args, key)}
     cluster = read_cluster(args)

@@ -15,8 +15,6 @@ OF_A_STEP = (
 """Flags that are fields of `ParallelConfig`."""
 FLAGS = ("batch", "sequence", *OF_A_STEP, "max_memory", "top")
 """Flags of a step, which need a model."""
-_SHARD = {"none": 0, "optimizer": 1, "weights": 3}
-"""What `--zero-stage` was called, as `--shard`."""
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=count, metavar="N", help="tokens of one (default: the model's)")
     add("--microbatch", type=count, metavar="N", help="sequences that go through a stage at once")
     add(
-        "--virtual-stages", "--chunks", type=count, metavar="N",
+        "--virtual-stages", type=count, metavar="N",
         help="of a rank, for the interleaved schedule",
     )  # fmt: skip
     add(
@@ -45,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a stage, for which --recompute holds (default: all)",
     )  # fmt: skip
     add(
-        "--zero-stage", "--shard", type=_zero_stage, metavar="N",
+        "--zero-stage", type=_zero_stage, metavar="N",
         help="what dp shards: 0 nothing, 1 the optimizer's state, 3 weights and gradients as well "
         "(default 1; with dp_shard 3; --auto tries 1 and 3)",
     )  # fmt: skip
@@ -97,7 +95,6 @@ def _add_program(add: Callable[..., object]) -> None:
 
 
 def _zero_stage(text: str) -> int:
-    stage = _SHARD.get(text, text)
-    if str(stage) not in map(str, _SHARD.values()):
+    if text not in ("0", "1", "3"):
         raise argparse.ArgumentTypeError(f"{text}: expected 0, 1 or 3")
-    return int(stage)
+    return int(text)

@@ -12,6 +12,7 @@ from commgrid.cli.grid_options import (
     GRID_FLAGS,
     add_cluster_options,
     add_command,
+    flag_of,
     is_given,
     read_cluster,
     read_nodes,
@@ -39,7 +40,7 @@ _EXAMPLES = """examples:
   commgrid show --tp 8 --pp 4 --world-size 512 -o grid.svg
   commgrid show --tp 16 --world-size 64 --cluster h100 -o grid.svg
   commgrid show --tp 8 --pp 4 --world-size 128 --cluster h100 --model gpt-175b -o grid.html
-  commgrid show --tp 4 --ep 8 --etp 1 --world-size 64 --names ep,edp --rank 37 -o grid.png
+  commgrid show --tp 4 --ep 8 --etp 1 --world-size 64 --groups ep,edp --rank 37 -o grid.png
   commgrid show grid.yaml --world-size 64 -o grid.html            (a page to explore)
   commgrid show --schedule zb-h1 --stages 4 --microbatches 8 -o schedule.svg
 
@@ -48,9 +49,9 @@ The suffix of -o says what is written: .svg, .png and .pdf need matplotlib, .htm
 _SIZES = {
     "stages": "of the pipeline",
     "microbatches": "of a step",
-    "chunks": "virtual stages of a rank, of interleaved (default 1)",
+    "virtual_stages": "of a rank, of interleaved (default 1)",
 }
-_OF_A_GRID = ("names", "rank", "model", "cluster", "gpus_per_node", "nodes")
+_OF_A_GRID = ("groups", "rank", "model", "cluster", "gpus_per_node", "nodes")
 _MOST_DRAWN = 100_000  # actions of a schedule
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
@@ -68,7 +69,7 @@ def add_parser(commands: Any) -> None:
         help=".svg, .png, .pdf or .html",
     )  # fmt: skip
     parser.add_argument(
-        "--names",
+        "--groups",
         type=names,
         metavar="NAMES",
         help="groups to draw, with commas (default: the axes)",
@@ -82,7 +83,7 @@ def add_parser(commands: Any) -> None:
     pipeline = parser.add_argument_group("schedule")
     pipeline.add_argument("--schedule", help="gpipe, 1f1b, interleaved or zb-h1")
     for size, meaning in _SIZES.items():
-        pipeline.add_argument(f"--{size}", type=whole(1), metavar="N", help=meaning)
+        pipeline.add_argument(flag_of(size), type=whole(1), metavar="N", help=meaning)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -152,14 +153,14 @@ def _view(args: argparse.Namespace) -> GridView:
         if args.model is not None:
             raise SpecError(f"--model {args.model}: goes with --cluster, as --cluster h100")
         check_within(spec, nodes_of(DEFAULT_GPUS_PER_NODE))
-        return GridView(spec, DEFAULT_GPUS_PER_NODE, args.names or [], args.rank)
+        return GridView(spec, DEFAULT_GPUS_PER_NODE, args.groups or [], args.rank)
     check_within(spec, cluster)
     notes: dict[str, str] = {}
     if args.model is not None:
         model, cluster = plan_model.read_job(args)
         notes = plan_model.traffic_notes(plan_model.given_step(spec, model, cluster))
     return GridView(
-        spec, names=args.names or [], rank=args.rank, cluster=cluster, notes=notes
+        spec, names=args.groups or [], rank=args.rank, cluster=cluster, notes=notes
     )  # fmt: skip
 
 
@@ -169,18 +170,18 @@ def _simulation(args: argparse.Namespace) -> Simulation | None:
     for size in ("stages", "microbatches"):
         if getattr(args, size) is None:
             raise SpecError(f"--schedule {args.schedule}: needs --{size} N")
-    num = args.stages * args.microbatches * (args.chunks or 1)
+    num = args.stages * args.microbatches * (args.virtual_stages or 1)
     if num > _MOST_DRAWN:
         raise SpecError(
-            f"--stages {args.stages} × --microbatches {args.microbatches} × --chunks "
-            f"{args.chunks or 1}: {num:,} forwards are too many to show; expected at most "
+            f"--stages {args.stages} × --microbatches {args.microbatches} × --virtual-stages "
+            f"{args.virtual_stages or 1}: {num:,} forwards are too many to show; expected at most "
             f"{_MOST_DRAWN:,}, so show fewer microbatches"
         )
     schedule: Schedule = make_schedule(
         args.schedule,
         num_stages=args.stages,
         num_microbatches=args.microbatches,
-        num_chunks=args.chunks or 1,
+        num_chunks=args.virtual_stages or 1,
     )
     return simulate(schedule)
 
