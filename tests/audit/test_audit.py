@@ -22,7 +22,7 @@ from commgrid.planning.audited import VARIABLE, AuditedGrid, spec_over
 from commgrid.testing import Outcome, Ranks, run_on_ranks
 from tests.audit.audited import EXAMPLES, TEXT, TRAIN, part, seen_on, with_bug
 from tests.audit.test_audit_bugs import TRAIN_GPT, audited
-from tests.waiting import until
+from tests.waiting import until, until_waiting
 
 # -- arguments --------------------------------------------------------------------------
 
@@ -310,6 +310,7 @@ def test_a_program_that_hangs_is_killed_with_all_its_ranks(
     def wait(ranks: Ranks) -> dict[int, Outcome]:
         until(lambda: all(mark.exists() for mark in marks), "both ranks hang")
         pids.extend(map(ranks.pid, range(2)))
+        until_waiting(pids)  # they have left their marks right before
         ranks.timeout = 0.0
         return waits(ranks)
 
