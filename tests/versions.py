@@ -1,7 +1,7 @@
 """The tests on several versions of torch and Python: makes the environments, runs, prints a table.
 
 Not a part of any run, since an environment takes up to 6 GB and minutes. What was found, with
-dates, is in docs/torch_versions.md.
+dates, is in tests/torch_compat/VERSIONS.md.
 
     python tests/versions.py --torch 2.11.0 2.15.0            the core on both
     python tests/versions.py --torch 2.15.0 --short           everything, as pytest runs it

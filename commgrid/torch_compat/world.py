@@ -1,6 +1,6 @@
 """Starting and stopping torch.distributed, the store its ranks meet at, and what its errors mean.
 
-`docs/torch_versions.md` lists the names that are private to torch, and says what to do when one is
+`tests/torch_compat/VERSIONS.md` lists the names that are private to torch, and says what to do when one is
 removed.
 """
 

@@ -1,4 +1,4 @@
-"""Names private to torch: docs/torch_versions.md lists each one, and the running torch has it."""
+"""Names private to torch: VERSIONS.md lists each one, and the running torch has it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
 
 @cache
 def page() -> str:
-    text = (ROOT / "docs" / "torch_versions.md").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("VERSIONS.md").read_text(encoding="utf-8")
     return text[text.index("## What is private to torch") :]
 
 
@@ -110,7 +110,7 @@ def test_the_running_torch_is_one_of_those_that_were_checked() -> None:
     assert checked is not None
     version = ".".join(map(str, running()))
     assert version in re.findall(r"\d+\.\d+", checked[1]), (
-        f"torch {version} is not in docs/torch_versions.md; run tests/versions.py on it, read what "
+        f"torch {version} is not in tests/torch_compat/VERSIONS.md; run tests/versions.py on it, read what "
         "its notes say of each name, and add it"
     )
 
