@@ -1,6 +1,6 @@
 """One of eight ranks is killed, stopped, raises or leaves, at any moment: all others are told.
 
-`python -m tests.faults` prints every row, and what is seen; docs/failures.md quotes it.
+`python -m tests.faults` prints every row, and what is seen; tests/faults/MATRIX.md quotes it.
 """
 
 from collections.abc import Sequence
