@@ -1,4 +1,4 @@
-"""Tables of pages that are made from the source: commands, flags, keys of a file, errors.
+"""Tables of pages that are made from the source: commands, keys of a file, errors.
 
     python tests/docs/generate.py
 
@@ -7,15 +7,12 @@ writes them anew, each between its two comments. A test compares.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import re
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from commgrid.cli.parser import parsers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -27,12 +24,11 @@ from tests.house import FLOORS, ROOMS
 
 PAGES = tuple(DOCS / f"{name}.md" for name in ("architecture", "command_line", "errors", "yaml"))
 _TABLE = re.compile(r"<!-- made from the source: ([^>]+) -->\n.*?<!-- end -->\n", re.DOTALL)
-_OF_A_GRID = "grid"
 
 
 def tables() -> dict[str, str]:
     """Every table by the name that its first comment has."""
-    found = {
+    return {
         "commands": _table(
             "command", "does",
             ((f"[`commgrid {name}`](#commgrid-{name})", text) for name, text in COMMANDS.items()),
@@ -44,16 +40,6 @@ def tables() -> dict[str, str]:
         "house": _house(),
         "rooms": _rooms(),
     }  # fmt: skip
-    for name, parser in parsers()[1].items():
-        groups = {group.title: group for group in parser._action_groups}
-        shared = groups[_OF_A_GRID]._group_actions if _OF_A_GRID in groups else []
-        if name == "plan":
-            found["flags of a grid"] = _flags(parser, [*shared, *_json(parser)])
-        own = [a for a in parser._actions if a not in shared and "--help" not in a.option_strings]
-        found[f"flags of {name}"] = _flags(
-            parser, [a for a in own if not shared or a.dest != "json"]
-        )
-    return found
 
 
 def made(page: str) -> str:
@@ -91,25 +77,6 @@ def _rooms() -> str:
     for room in ROOMS:
         lines.append(f"| `{room.name}` | {room.noun} | {room.takes} | {room.gives} |")
     return "\n".join(lines) + "\n"
-
-
-def _json(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    return [action for action in parser._actions if action.dest == "json"]
-
-
-def _flags(parser: argparse.ArgumentParser, actions: Iterable[argparse.Action]) -> str:
-    formatter = parser._get_formatter()
-    rows = []
-    for action in actions:
-        value = action.metavar if isinstance(action.metavar, str) else action.dest.upper()
-        if not action.option_strings:
-            shown = f"`{value}`"
-        else:
-            takes = "" if action.nargs == 0 else f" {value}"
-            *others, last = action.option_strings
-            shown = ", ".join([*(f"`{flag}`" for flag in others), f"`{last}{takes}`"])
-        rows.append((shown.replace("|", "\\|"), formatter._expand_help(action)))
-    return _table("flag", "means", rows)
 
 
 def _keys(options: Mapping[str, Option]) -> str:
