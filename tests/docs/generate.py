@@ -56,8 +56,7 @@ def _errors() -> str:
         if isinstance(error, type) and issubclass(error, commgrid.errors.CommGridError):
             means, _, cure = inspect.cleandoc(error.__doc__ or "").partition("\n\nFix: ")
             means = " ".join(means.split())
-            link, also = f"[`{name}`](#{name.lower()})", error.__bases__[-1].__name__
-            lines.append(f"| {link} | `{also}` | {means} | {cure} |")
+            lines.append(f"| `{name}` | `{error.__bases__[-1].__name__}` | {means} | {cure} |")
     return "\n".join(lines) + "\n"
 
 
