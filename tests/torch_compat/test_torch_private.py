@@ -110,8 +110,8 @@ def test_the_running_torch_is_one_of_those_that_were_checked() -> None:
     assert checked is not None
     version = ".".join(map(str, running()))
     assert version in re.findall(r"\d+\.\d+", checked[1]), (
-        f"torch {version} is not in tests/torch_compat/VERSIONS.md; run tests/versions.py on it, read what "
-        "its notes say of each name, and add it"
+        f"torch {version} is not in tests/torch_compat/VERSIONS.md; run tests/versions.py on it, "
+        "read what its notes say of each name, and add it"
     )
 
 
