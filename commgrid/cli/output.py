@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from commgrid.planning.spec import GridSpec
 
 JSON_VERSION = 1
-"""Of the JSON of each command that gives no other; it rises when a key goes or comes to mean something else."""
+"""Of JSON whose command gives no other; it rises when a key goes or means something else."""
 
 # Exit statuses: 128 and the signal's number.
 _PIPE_CLOSED, _INTERRUPTED, _TERMINATED = 141, 130, 143

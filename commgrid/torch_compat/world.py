@@ -1,7 +1,7 @@
 """Starting and stopping torch.distributed, the store its ranks meet at, and what its errors mean.
 
-`tests/torch_compat/VERSIONS.md` lists the names that are private to torch, and says what to do when one is
-removed.
+`tests/torch_compat/VERSIONS.md` lists the names that are private to torch, and says what to do when
+one is removed.
 """
 
 from __future__ import annotations
