@@ -132,9 +132,6 @@ def complete(parser: argparse.ArgumentParser) -> None:
 def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """Says which flags a command does not have, and which they are most like."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    told = [
-        given + nearest(given.partition("=")[0], flags) if given.startswith("-") else given
-        for given in unknown
-    ]
+    hints = [nearest(each.partition("=")[0], flags) for each in unknown if each.startswith("-")]
     theirs = "; the script's own come after --" if parser.prog.endswith(" audit") else ""
-    parser.error(f"unrecognized arguments: {' '.join(told)}{theirs}")
+    parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}{theirs}")

@@ -75,8 +75,8 @@ def _of_step(cost: StepCost) -> Iterator[Why]:
         f"{cost.mfu:.1%}",
         f"{model.flops_per_token:.6g} operations a token · tokens/s / ({config.world_size:,} "
         f"devices · {cost.cluster.accelerator.flops / 1e12:,.6g} TFLOP/s)",
-        f"{_KORTHIKANTI}, appendix A; without what is computed again, and with attention as if it "
-        "were not causal",
+        f"{_KORTHIKANTI}, appendix A; without recomputation, with attention as if it were not "
+        "causal, over the device's peak in 16 bits, also of a step in fp8",
     )
 
 
@@ -256,8 +256,8 @@ _PARTS: Mapping[str, _Part] = MappingProxyType(
         ),
         "ep": _Part(
             "experts' all-to-all",
-            "DeepEP's dispatch: copies of a token in a node, and one for each further node; all "
-            "experts are taken to get as many tokens; none is hidden",
+            "a row for each of a token's choices; with dispatch=deepep a copy for each further node "
+            "and the choices within it; --imbalance says how full the fullest is; none is hidden",
             _crossing("ep", "ep"), "ep",
         ),
         "pp": _Part(

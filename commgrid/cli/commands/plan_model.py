@@ -90,7 +90,7 @@ def run(args: argparse.Namespace, groups: Callable[[GridSpec, Cluster], str]) ->
         lambda: {**_about(model, cluster, args.world_size, limit), **_found_json(found, top),
                  **_why_json(args, found.best[0])},
         lambda: "\n".join([
-            *found_text(found, limit, top), "", *start_lines(best, job_flags(args)),
+            *found_text(found, limit, top), "", *start_lines(best, job_flags(args), _file(args)),
             *_why_text(args, found.best[0]), *written(args.output),
         ]),
     )  # fmt: skip
@@ -244,14 +244,21 @@ def _comment(args: argparse.Namespace, config: ParallelConfig) -> str:
         "recompute": config.recompute, "ZeRO stage": config.zero_stage,
     }  # fmt: skip
     told = ", ".join(f"{what} {value}" for what, value in way.items())
-    return f"of `commgrid {shlex.join(args.words)}`; train with {told}"
+    made = f"of `commgrid {shlex.join(args.words)}`; train with {told}"
+    return f"{made}\nits step: {start_lines(config, job_flags(args), _file(args))[0]}"
 
 
-def start_lines(config: ParallelConfig, job: str = "") -> list[str]:
+def _file(args: argparse.Namespace) -> str:
+    """The first YAML file that is written, or nothing."""
+    return next((str(path) for path in args.output if path.suffix not in SUFFIXES), "")
+
+
+def start_lines(config: ParallelConfig, job: str = "", file: str = "") -> list[str]:
     """How to start a grid, on the command line and in Python.
 
     Args:
         job: flags of the model and the cluster, from `job_flags`; then how a step is run follows.
+        file: with the grid, in place of its sizes.
     """
     sizes = {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "ep")}
     given = {axis: str(size) for axis, size in sizes.items() if size > 1}
@@ -262,6 +269,8 @@ def start_lines(config: ParallelConfig, job: str = "") -> list[str]:
     code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={config.dp}"
     if order:
         flags, code = f"{flags} --order {config.order}", f"{code}, order={config.order!r}"
+    if file:
+        flags, code = f" {shlex.quote(file)}", f"config={file!r}"
     way = f" --microbatch {config.microbatch} --recompute {config.recompute}" if job else ""
     if job and config.zero_stage != 1 and "--zero-stage" not in job:
         way += f" --zero-stage {config.zero_stage}"
