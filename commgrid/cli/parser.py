@@ -132,6 +132,15 @@ def complete(parser: argparse.ArgumentParser) -> None:
 def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
     """Says which flags a command does not have, and which they are most like."""
     flags = [flag for action in parser._actions for flag in action.option_strings]
-    hints = [nearest(each.partition("=")[0], flags) for each in unknown if each.startswith("-")]
+    given: list[list[str]] = []  # each flag with its values
+    for word in unknown:
+        if word.startswith("-") or not given:
+            given.append([word])
+        else:
+            given[-1].append(word)
+    told = [
+        " ".join(words) + (nearest(words[0].partition("=")[0], flags) if words[0][0] == "-" else "")
+        for words in given
+    ]
     theirs = "; the script's own come after --" if parser.prog.endswith(" audit") else ""
-    parser.error(f"unrecognized arguments: {' '.join(unknown)}{''.join(hints)}{theirs}")
+    parser.error(f"unrecognized arguments: {' '.join(told)}{theirs}")

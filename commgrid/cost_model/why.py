@@ -256,8 +256,8 @@ _PARTS: Mapping[str, _Part] = MappingProxyType(
         ),
         "ep": _Part(
             "experts' all-to-all",
-            "a row for each of a token's choices; with dispatch=deepep a copy for each further node "
-            "and the choices within it; --imbalance says how full the fullest is; none is hidden",
+            "a row for each of a token's choices; with dispatch=deepep a copy for each further "
+            "node, and the choices in it; imbalance as given; none is hidden",
             _crossing("ep", "ep"), "ep",
         ),
         "pp": _Part(
