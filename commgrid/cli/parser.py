@@ -139,7 +139,8 @@ def refuse(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> NoReturn:
         else:
             given[-1].append(word)
     told = [
-        " ".join(words) + (nearest(words[0].partition("=")[0], flags) if words[0][0] == "-" else "")
+        " ".join(words)
+        + (nearest(words[0].partition("=")[0], flags) if words[0].startswith("-") else "")
         for words in given
     ]
     theirs = "; the script's own come after --" if parser.prog.endswith(" audit") else ""
