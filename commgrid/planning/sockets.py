@@ -25,12 +25,6 @@ from functools import cache
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
 
-SOURCE = (
-    "the table of commgrid/planning/sockets.py: gloo's measured, and again by a test; NCCL's "
-    "counted in its sources, for IP sockets and two channels, which is the most"
-)
-"""Where these counts are from."""
-
 GLOO_DEVICE_FILES = 4
 """A device's epoll, the two ends of a pipe that wakes it, and its listener."""
 NCCL_BOOTSTRAP_FILES = 6
@@ -101,16 +95,6 @@ def needs(plan: GroupPlan, backend: str) -> tuple[GroupNeed, ...]:
 def total(found: tuple[GroupNeed, ...]) -> tuple[Need, Need]:
     """The sums at start and at most, with a grid's connection to the store and thread for dumps."""
     return sum((n.start for n in found), _GRID), sum((n.most for n in found), _GRID)
-
-
-def of_world(world_size: int, backend: str) -> Need:
-    """What WORLD costs a rank once torch.distributed is up, with its connection to the store."""
-    kinds = _kinds(backend)
-    need = Need(files=1, connections=1)
-    if "gloo" in kinds:
-        pairs = world_size - 1
-        need += Need(GLOO_DEVICE_FILES + pairs, pairs, 3)
-    return need + (Need(threads=2) if "nccl" in kinds else Need())
 
 
 def _kinds(backend: str) -> set[str]:

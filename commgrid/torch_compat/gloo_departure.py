@@ -22,7 +22,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -130,12 +130,16 @@ def shut_down(group: dist.ProcessGroup) -> None:
     """
     with _talking(group) as connections:
         _wait_for_messages(connections)
-        for way in (socket.SHUT_RD, socket.SHUT_RDWR):
-            for each in connections:
-                with suppress(OSError):  # gloo has closed it
-                    each.shutdown(way)
-            if connections and way == socket.SHUT_RD:
-                time.sleep(timeouts().moment)
+        _end(connections, socket.SHUT_RD)
+        if connections:
+            time.sleep(timeouts().moment)
+        _end(connections, socket.SHUT_RDWR)
+
+
+def _end(connections: Iterable[socket.socket], way: int) -> None:
+    for each in connections:
+        with suppress(OSError):  # gloo has closed it
+            each.shutdown(way)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import commgrid
 from commgrid.errors import SpecError
 from commgrid.planning.plan import GroupPlan
-from commgrid.planning.sockets import Need, check_limits, needs, of_world, total
+from commgrid.planning.sockets import Need, check_limits, needs, total
 from commgrid.planning.spec import GridSpec
 from commgrid.store import client
 from commgrid.testing import run_on_ranks
@@ -76,7 +76,8 @@ def test_real_gloo_ranks_need_what_the_plan_says(connect: str) -> None:
             # So few ranks may need no connection to wait on.
             waits = minus(planned[0], start)
             assert waits in (Need(), Need(files=1, connections=1))
-            assert (world, most) == (of_world(8, "gloo"), minus(planned[1], waits))
+            of_world = Need(files=12, connections=8, threads=3)  # 4 files, 7 pairs, the store
+            assert (world, most) == (of_world, minus(planned[1], waits))
 
 
 @pytest.mark.parametrize("world", [1024, 16_384])

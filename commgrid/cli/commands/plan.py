@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if has_steps:
         from commgrid.cli.commands import plan_model  # only a step needs it
 
-        return plan_model.run(args, lambda spec, cluster: as_text(spec, cluster))
+        return plan_model.run(args, as_text)
     refuse_unused(args, plan_options.FLAGS, "says how a step of a model is run; give --model NAME")
     given = read_spec(args)
     spec = resolve(given, args.world_size)

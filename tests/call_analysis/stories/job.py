@@ -329,8 +329,10 @@ class Job:
         if self.story.trace:
             copy = own.with_suffix(".killed")
             _signal(ranks, signal.SIGSTOP)  # else the records would be of several moments
-            shutil.copytree(self.trace, copy)
-            _signal(ranks, signal.SIGCONT)
+            try:
+                shutil.copytree(self.trace, copy)
+            finally:
+                _signal(ranks, signal.SIGCONT)
             self.kept.append((copy, is_open))
             self.look("running", self.trace, is_open)
         if len(self.kept) < 2 and (full() or not self.story.trace):  # a dump waits for a second
