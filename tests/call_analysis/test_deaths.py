@@ -11,46 +11,57 @@ from pathlib import Path
 
 import pytest
 
-from tests.waiting import until
+from tests.waiting import until, until_waiting
+
+ROOT = Path(__file__).parents[2]
 
 KILLED = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 import torch, torch.distributed as dist
 import commgrid
+from tests.waiting import comes, until_waits
 
 when = sys.argv[1]
 grid = commgrid.initialize(tp=2, timeout=100)
 tp, dp = grid.get_group("tp"), grid.get_group("dp")
 
 
-def die():
+def die():  # once another waits for this rank: the launcher ends them all soon after
+    until_waits(*("rank 0", "rank 2") if when == "within a call" else ("rank 0",))
     if when == "aborts":
         os.abort()
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+dies_in = 0 if when == "before all calls" else 2
 for step in range(4):
-    if grid.rank == 2:
-        if when == "within a call" and step == 2:
-            threading.Timer(0.5, die).start()
-        elif when in ("between calls", "aborts") and step == 2 or when == "before all calls":
-            die()
-    if grid.rank == 3 and step == 2:
-        time.sleep(1)
+    if step == dies_in and when == "within a call":
+        if grid.rank == 2:
+            comes("rank 2")
+            threading.Thread(target=die).start()
+        if grid.rank == 3:
+            signal.pause()  # so that rank 2 stays in its call
+    elif step == dies_in and grid.rank == 2:
+        die()
     dist.all_reduce(torch.ones(4), group=tp)
+    if step == dies_in and grid.rank == 0:
+        comes("rank 0")
     dist.all_reduce(torch.ones(4), group=dp)
 """
 
 STUCK = """
+import os, pathlib, sys
 import torch, torch.distributed as dist
 import commgrid
 
 grid = commgrid.initialize(pp=4, timeout=1000)
 x, rank = torch.ones(4), grid.rank
+if rank == 1:
+    dist.recv(x, 0)
+pathlib.Path(f"{sys.argv[1]}/{rank}.pid").write_text(str(os.getpid()))
 if rank == 0:
     dist.send(x, 1)
 elif rank == 1:
-    dist.recv(x, 0)
     dist.send(x, 3)  # for rank 2
 elif rank == 2:
     dist.recv(x, 1)
@@ -64,7 +75,7 @@ dist.barrier()
 def job(folder: Path, text: str, *flags: str) -> subprocess.Popen[bytes]:
     program = folder / "train.py"
     program.write_text(text)
-    environ = {**os.environ, "COMMGRID_TRACE": str(folder / "trace")}
+    environ = {**os.environ, "COMMGRID_TRACE": str(folder / "trace"), "PYTHONPATH": str(ROOT)}
     launch = [
         sys.executable,
         "-m",
@@ -100,24 +111,24 @@ def test_the_rank_that_was_killed_is_named(tmp_path: Path, when: str) -> None:
 
 
 INTERRUPTED = """
-import os, signal
+import itertools, os, pathlib, signal, sys
 import torch, torch.distributed as dist
 import commgrid
 
 grid = commgrid.initialize(tp=2, timeout=100)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # as programs with a handler of their own
-while True:
+for step in itertools.count():
     dist.all_reduce(torch.ones(4), group=grid.get_group("tp"))
     dist.all_reduce(torch.ones(4), group=grid.get_group("dp"))
+    if step == 10:
+        pathlib.Path(f"{sys.argv[1]}/at_work_{grid.rank}").touch()
 """
 
 
 @pytest.mark.full
 def test_no_rank_of_an_interrupted_job_is_blamed(tmp_path: Path) -> None:
-    with job(tmp_path, INTERRUPTED) as running:
-        rings = [tmp_path / "trace" / f"rank_0000{rank}.ring" for rank in range(4)]
-        until(lambda: all(path.exists() for path in rings), "the records")
-        time.sleep(2)  # in which the ranks are at work
+    with job(tmp_path, INTERRUPTED, str(tmp_path)) as running:
+        until(lambda: len(list(tmp_path.glob("at_work_*"))) == 4, "all ranks are at work")
         running.send_signal(signal.SIGINT)
         running.wait(timeout=100)
     status, said = diagnosed(tmp_path)
@@ -129,14 +140,15 @@ def test_no_rank_of_an_interrupted_job_is_blamed(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_what_a_job_hung_in_is_told_after_sigterm(tmp_path: Path) -> None:
     """As from a scheduler: no rank comes to its end, and each has its record."""
-    with job(tmp_path, STUCK) as running:
-        rings = [tmp_path / "trace" / f"rank_0000{rank}.ring" for rank in range(4)]
-        until(lambda: all(path.exists() for path in rings), "the records")
-        time.sleep(5)  # in which the ranks come to where they hang
+    with job(tmp_path, STUCK, str(tmp_path)) as running:
+        said_before = [tmp_path / f"{rank}.pid" for rank in range(4)]
+        until(lambda: all(path.exists() and path.read_text() for path in said_before), "the marks")
+        until_waiting(int(path.read_text()) for path in said_before)
+        time.sleep(5)  # longer than the patience of the command
         running.send_signal(signal.SIGTERM)
         running.wait(timeout=100)
     status, said = diagnosed(tmp_path)
     assert status == 1
     assert said.startswith("ranks 1-3 wait for each other: rank 1 waits in "), said
-    assert "send 0 at train.py:11 <module> for rank 3" in said
-    assert "recv 0 at train.py:13 <module> for rank 1" in said
+    assert "send 0 at train.py:14 <module> for rank 3" in said
+    assert "recv 0 at train.py:16 <module> for rank 1" in said
