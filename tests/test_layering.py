@@ -121,7 +121,7 @@ THREADS = (
     "store/client.py", "health/channel.py", "recording/remote.py", "health/mailbox.py",
     "runtime/signals.py", "recording/dump.py",
 )  # fmt: skip
-"""Files that start threads, beside checkpoints and tests. docs/architecture.md has their ends."""
+"""Files that start threads, beside checkpoints and tests. CONTRIBUTING.md has their ends."""
 STORE = ("store/driver.py", "store/key_wait.py", "store/client.py")
 """Files that carry out operations of a store."""
 COMPARES = "recording/order_store.py"
@@ -137,7 +137,7 @@ def called(path: Path) -> set[str]:
 
 
 def test_few_files_start_threads() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
+    page = (ROOT / "CONTRIBUTING.md").read_text()
     for path in FILES:
         name = path.relative_to(PACKAGE).as_posix()
         if name.split("/")[0] not in ("checkpoint", "launching"):

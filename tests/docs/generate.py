@@ -19,10 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import commgrid.errors
 from commgrid.cli.parser import COMMANDS
 from commgrid.planning.yaml_keys import OPTIONS, REGION_OPTIONS, ROW_OPTIONS, Option
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, ROOT
 from tests.house import FLOORS, ROOMS
 
-PAGES = tuple(DOCS / f"{name}.md" for name in ("architecture", "command_line", "errors", "yaml"))
+PAGES = (
+    ROOT / "CONTRIBUTING.md",
+    *(DOCS / f"{name}.md" for name in ("command_line", "errors", "yaml")),
+)
 _TABLE = re.compile(r"<!-- made from the source: ([^>]+) -->\n.*?<!-- end -->\n", re.DOTALL)
 
 

@@ -43,7 +43,8 @@ from commgrid.testing import run_on_ranks
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-FRONT = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+BESIDE = [ROOT / "CONTRIBUTING.md", ROOT / "examples" / "README.md"]  # run as pages are
+FRONT = [ROOT / "README.md", *BESIDE]
 
 _FENCE = re.compile(
     r"^(?:<!-- (?P<comment>[^\n]+) -->\n)?"

@@ -1,4 +1,4 @@
-"""docs/command_line.md has every key of the JSON that commands print, with its type."""
+"""docs/reference/json.md has every key of the JSON that commands print, with its type."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from commgrid.testing import run_on_ranks
 from tests.docs.pages import DOCS, entries
 from tests.records import save
 
-PAGE = DOCS / "command_line.md"
+PAGE = DOCS / "reference" / "json.md"
 TYPES = {
     "int": int,
     "float": float | int,
@@ -89,7 +89,11 @@ def schema(which: str) -> dict[str, str]:
     heading = "`show` for a grid" if which == "show for a grid" else f"`{which}`"
     rows = entries(PAGE, r"^\| `.+? \| \w+ \| .+ \|$", f"JSON of {heading}")
     cells = [row.split(" | ") for row in rows]
-    return {key: kind for keys, kind, *_ in cells for key in re.findall(r"`(.+?)`", keys)}
+    found = {key: kind for keys, kind, *_ in cells for key in re.findall(r"`(.+?)`", keys)}
+    if which == "plan --auto":
+        step = {key: kind for key, kind in schema("plan --model").items() if key[:5] == "step."}
+        found |= {key.replace("step", "best[]", 1): kind for key, kind in step.items()}
+    return found
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.docs import generate
 from tests.docs.pages import DOCS, ROOT, entries, sections
 from tests.house import ROOMS
 
-ARCHITECTURE = DOCS / "architecture.md"
+CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 COMMANDS, YAML, ERRORS = (DOCS / f"{name}.md" for name in ("command_line", "yaml", "errors"))
 CLASSES = [
     one
@@ -89,9 +89,8 @@ def test_classes_of_errors_with_what_else_they_are(error: type[CommGridError]) -
         assert base is CommGridError or f"`{base.__name__}`" in row
 
 
-@pytest.mark.parametrize("page", [ARCHITECTURE, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
-def test_files_that_a_page_names(page: Path) -> None:
-    named = entries(page, r"`([\w./-]+(?:/|\.py|\.md|\.yml))`")
+def test_files_that_contributing_names() -> None:
+    named = entries(CONTRIBUTING, r"`([\w./-]+(?:/|\.py|\.md|\.yml))`")
     assert named
     for path in named:
         if "NAME" not in path and path != "__init__.py":
@@ -99,17 +98,17 @@ def test_files_that_a_page_names(page: Path) -> None:
             assert any((one / path).exists() for one in folders), path
 
 
-def test_names_in_the_files_of_the_architecture() -> None:
+def test_names_in_the_files_of_contributing() -> None:
     """`NAME` (`path`) says where a name is."""
     pattern = r"`\w+`\s+\(`[\w./]+`\)"
-    named = [re.findall(r"`(.+?)`", one) for one in entries(ARCHITECTURE, pattern)]
+    named = [re.findall(r"`(.+?)`", one) for one in entries(CONTRIBUTING, pattern)]
     assert len(named) >= 9
     for name, path in named:
         assert re.search(rf"\b{name}\b", (ROOT / path).read_text(encoding="utf-8")), (name, path)
 
 
 def test_rooms_of_the_picture_are_those_of_the_house() -> None:
-    text = ARCHITECTURE.read_text(encoding="utf-8")
+    text = CONTRIBUTING.read_text(encoding="utf-8")
     picture = text.partition("<!-- made from the source: house -->")[2].partition("<!-- end -->")[0]
     drawn = re.findall(r"^ .{19}  (.*)$", picture, re.M)
     assert {name for line in drawn for name in line.split()} == {room.name for room in ROOMS}

@@ -10,14 +10,14 @@ import torch
 
 from commgrid import GridSpec, GroupPlan
 from tests.docs import pages
-from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, Block, name_of
+from tests.docs.pages import BESIDE, DOCS, FRONT, PAGES, ROOT, Block, name_of
 
 MOST_NOT_RUN = 24
 """Blocks of all pages without a test that runs or compares them; lower it with their number."""
 
 RUN = [
     pytest.param(page, block, id=f"{name_of(page)}:{number}")
-    for page in PAGES
+    for page in [*BESIDE, *PAGES]
     for number, block in enumerate(pages.outputs(page, "run"))
 ]
 
@@ -40,7 +40,7 @@ def test_every_block_has_a_language() -> None:
 
 
 def test_blocks_that_are_not_run_say_why_and_are_rare() -> None:
-    reasons = [why for page in PAGES for why in pages.not_run(page)]
+    reasons = [why for page in [*BESIDE, *PAGES] for why in pages.not_run(page)]
     assert all(len(why.split()) >= 2 for why in reasons), reasons
     assert len(reasons) <= MOST_NOT_RUN, reasons
 

@@ -13,8 +13,10 @@ from commgrid import Cluster, GridSpec
 from commgrid.cost_model.model import Model
 from commgrid.transfer import mapping
 from tests.docs import pages
-from tests.docs.pages import DOCS, FRONT, PAGES, ROOT, name_of
+from tests.docs.pages import BESIDE, DOCS, FRONT, PAGES, ROOT, name_of
 from tests.docs.public import public_names
+
+RUN = [*BESIDE, *PAGES]
 
 
 def site() -> dict[str, Any]:
@@ -54,9 +56,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert there.count(anchor) == 1, f"{link}: two headings of that name"
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if pages.blocks(page, "yaml")], ids=name_of
-)
+@pytest.mark.parametrize("page", [page for page in RUN if pages.blocks(page, "yaml")], ids=name_of)
 def test_yaml_is_of_grids_clusters_and_names(page: Path) -> None:
     for held in pages.grids(page):
         assert isinstance(held, dict)
@@ -70,7 +70,7 @@ def test_yaml_is_of_grids_clusters_and_names(page: Path) -> None:
             mapping(held, source=next(iter(held)))  # a table of names
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(pages.commands(page))], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in RUN if any(pages.commands(page))], ids=name_of)
 def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
     pages.save_files(page, tmp_path)
     for command, printed in pages.commands(page):
@@ -79,7 +79,7 @@ def test_commands_print_what_the_page_says(page: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", [page for page in PAGES if pages.programs(page)], ids=name_of)
+@pytest.mark.parametrize("page", [page for page in RUN if pages.programs(page)], ids=name_of)
 def test_python_of_the_docs_runs(page: Path, tmp_path: Path) -> None:
     printed = pages.normal("\n".join(pages.run_python(page, tmp_path)))
     for block in pages.outputs(page, "printed"):
@@ -98,5 +98,5 @@ def test_every_public_name_has_its_place_in_the_reference() -> None:
         if name not in written and name.rpartition(".")[0] not in written
     ]
     assert not missing, f"docs/reference has no `::: NAME` for {missing}"
-    assert all(page.name == "index.md" or "\n::: " in page.read_text()
+    assert all(page.name in ("index.md", "json.md") or "\n::: " in page.read_text()
                for page in (DOCS / "reference").glob("*.md"))  # fmt: skip
