@@ -1,4 +1,4 @@
-"""docs/yaml.md has examples of every key, and its errors are those that come."""
+"""docs/yaml.md has examples of every key, and every mistake in a file has its error."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 import yaml
 
 from commgrid import GridSpec, SpecError
-from tests.docs.pages import DOCS
+from tests.docs.pages import DOCS, ROOT
 from tests.docs.test_mirrors import keys_of_a_file
 
 PAGE = DOCS / "yaml.md"
 TEXT = PAGE.read_text(encoding="utf-8")
-WRONG = re.findall(r"^\| `(axes.*?|order.*?|tp: .*?)` \| (`+)(.+?)\2 \|$", TEXT, re.M)
+WRONG: list[dict[str, str]] = yaml.safe_load(
+    (ROOT / "tests" / "data" / "wrong_grids.yaml").read_text(encoding="utf-8")
+)
 BLOCKS: list[dict[str, Any]] = [
     yaml.safe_load(block) for block in re.findall(r"```yaml\n(.*?)```", TEXT, re.S)
 ]
@@ -35,14 +37,14 @@ def test_every_key_has_an_example_and_an_error(key: str) -> None:
     with_it = [held for held in BLOCKS if key in keys_in(held)]
     assert len(with_it) >= 2, f"{key} needs an example beside the full one"
     begins = re.escape(key).replace("NAME", r"\w+") + r"\b"
-    assert any(re.match(begins, said) for _, _, said in WRONG), key
+    assert any(re.match(begins, row["error"]) for row in WRONG), key
 
 
-@pytest.mark.parametrize(("written", "said"), [(one, said) for one, _, said in WRONG])
-def test_what_is_wrong_says_so(written: str, said: str) -> None:
+@pytest.mark.parametrize("row", WRONG, ids=lambda row: row["wrong"])
+def test_what_is_wrong_says_so(row: dict[str, str]) -> None:
     with pytest.raises(SpecError) as raised:
-        GridSpec.from_dict(yaml.safe_load(f"{{{written}}}")).resolve(8)
-    assert str(raised.value) == said
+        GridSpec.from_dict(yaml.safe_load(f"{{{row['wrong']}}}")).resolve(8)
+    assert str(raised.value) == row["error"]
 
 
 def test_the_full_example_has_every_key_and_is_valid_on_32_ranks() -> None:
