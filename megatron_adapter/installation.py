@@ -149,7 +149,7 @@ def _destroy() -> None:
 _REPLACED: dict[str, Callable[..., Any]] = {
     "initialize_model_parallel": _initialize,
     "destroy_model_parallel": _destroy,
-    # Megatron's own are mistaken; see docs/megatron_releases.md.
+    # Megatron's own are mistaken; see docs/from_megatron.md.
     "create_all_gather_groups": rank_groups.create_all_gather_groups,
     "get_hybrid_data_context_parallel_groups": oddities.get_hybrid_data_context_parallel_groups,
 }

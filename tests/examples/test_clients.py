@@ -24,7 +24,7 @@ LAYOUTS: dict[str, list[list[str]]] = {
     "torchtitan": [["--dp-shard", "4"], ["--dp-shard", "2", "--tp", "2"]],
 }
 CASES = [(client, layout) for client, layouts in LAYOUTS.items() for layout in layouts]
-PAGE = (ROOT / "docs" / "clients.md").read_text()
+PAGE = (ROOT / "docs" / "meshes.md").read_text()
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ SHOWN = {
 
 
 def test_every_departure_is_shown() -> None:
-    page = (ROOT / "docs" / "megatron_releases.md").read_text()
+    page = (ROOT / "docs" / "from_megatron.md").read_text()
     rows = re.findall(r"^\| ([\d.]+) to \d.* \| `(\w+\(\w*\))` \|", page, re.M)
     assert {(function, since) for since, function in rows} == set(SHOWN)
     assert len(rows) == sum(len(names.split()) for names in SHOWN.values())

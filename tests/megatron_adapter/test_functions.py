@@ -184,7 +184,7 @@ def compare(given: dict[str, Any]) -> list[str]:
 
 
 def is_departure(given: dict[str, Any], line: str) -> bool:
-    """Whether Megatron is known to be mistaken there; see docs/megatron_releases.md."""
+    """Whether Megatron is known to be mistaken there; see docs/from_megatron.md."""
     sharded = given.get("gtp_remat_size", 1) > 1
     return sharded and line.startswith("get_hybrid_data_context_parallel_groups(")
 

@@ -21,7 +21,7 @@ def test_one_line_is_added(name: str, version: str) -> None:
 
 
 def test_the_line_is_documented() -> None:
-    page = (ROOT / "docs" / "megatron_releases.md").read_text()
+    page = (ROOT / "docs" / "from_megatron.md").read_text()
     for line in (
         "megatron_adapter.install()",
         'megatron_adapter.install(commgrid.initialize(config="grid.yaml"))',

@@ -36,13 +36,12 @@ def test_the_mended_program_passes(bug: Published) -> None:
     run(bug, mended=True)
 
 
-def test_the_table_of_the_page_has_each() -> None:
-    page = Path(__file__).parents[2] / "docs" / "debugging.md"
-    rows = re.findall(r"^\| \[?([\w/-]+#\d+(?:, \d+)?)[^|]*\| ([^|]+) \| ([^|]+) \|$",
-                      page.read_text(), re.M)  # fmt: skip
-    expected = [
-        (each.source, each.what, f"`commgrid {each.command}`" if each.command else "not found")
-        for each in PUBLISHED
-    ]
-    assert [tuple(row) for row in rows] == expected
-    assert all(source in page.read_text() for source in NOT_READ)
+def test_the_page_says_how_many_are_found() -> None:
+    words = " ".join((Path(__file__).parents[2] / "docs" / "debugging.md").read_text().split())
+    numbers = {3: "three", 9: "nine"}
+    commands = [each.command for each in PUBLISHED]
+    assert f"has {numbers[len(PUBLISHED)]} bugs" in words
+    for command in ("audit", "verify", ""):
+        said = f"`commgrid {command}` finds" if command == "audit" else f"`commgrid {command}`"
+        said = said if command else "The other"
+        assert f"{said} {numbers[commands.count(command)]}" in words
