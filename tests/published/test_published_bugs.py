@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 
 import pytest
 
 from commgrid.testing import GridsDiffer, RanksWait, finishes, same_on_grids
-from tests.published.programs import NOT_READ, PUBLISHED, STEPS, Published
+from tests.published.programs import PUBLISHED, STEPS, Published
 
 FOUND = [each for each in PUBLISHED if each.command]
 

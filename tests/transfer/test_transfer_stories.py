@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import commgrid
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
-from commgrid.tensor_parallel import ColumnParallelLinear
+from commgrid.tensor_parallel import ColumnParallelLinear, initialize_parameters
 from commgrid.testing import run_on_ranks
 from commgrid.transfer import Part, Transfer
 
@@ -45,6 +45,31 @@ def by_name() -> None:
     moved(source, target, rename=swap, only=["a"])
     assert torch.equal(target["a"], source["b"])
     assert not target["b"].any()
+
+
+def adapters() -> None:
+    """The low-rank adapters of a model cut over tp, to an engine that keeps its base weights."""
+    grid = commgrid.initialize(name="cut", tp=2)
+    with commgrid.use_grid(grid):
+        trained = nn.ModuleDict({
+            "base": ColumnParallelLinear(8, 16, bias=False),
+            "lora_down": nn.Linear(8, 2, bias=False),
+            "lora_up": ColumnParallelLinear(2, 16, bias=False),
+        })  # fmt: skip
+    initialize_parameters(trained, 1)
+    engine = {
+        "base.weight": torch.full((16, 8), 3.0), "lora_A.weight": torch.zeros(2, 8),
+        "lora_B.weight": torch.zeros(16, 2),
+    }  # fmt: skip
+    transfer = Transfer(
+        trained, engine, source_grid=grid, target_grid=grid, only=["lora_*"],
+        rename=lambda name: name.replace("lora_down", "lora_A").replace("lora_up", "lora_B"),
+    )  # fmt: skip
+    transfer.run()
+    assert torch.equal(engine["lora_B.weight"].chunk(2)[grid.rank], trained["lora_up"].weight)
+    assert torch.equal(engine["lora_A.weight"], trained["lora_down"].weight)
+    assert engine["base.weight"].eq(3).all()
+    assert max(transfer.plan.received.values()) == 64  # the other half of one adapter
 
 
 def into_views() -> None:
@@ -105,7 +130,7 @@ def all_of(stories: tuple[Any, ...]) -> None:
 
 
 def test_names_and_views() -> None:
-    run_on_ranks(all_of, 2, (by_name, into_views))
+    run_on_ranks(all_of, 2, (by_name, adapters, into_views))
 
 
 @pytest.mark.full
