@@ -15,9 +15,8 @@ import torch.distributed as dist
 
 from commgrid.collectives.objects import gathered
 from commgrid.cost_model.cluster import CLUSTERS, Cluster, Device, Level
-from commgrid.cost_model.collective import COLLECTIVES
+from commgrid.cost_model.collective import COLLECTIVES, bus_bandwidth
 from commgrid.cost_model.collective_form import widest
-from commgrid.cost_model.fit import Measured
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import canonical, nearest
 from commgrid.store.hosts import own_host
@@ -50,6 +49,46 @@ class Effort:
     warmup: int = 2
     repeats: int = 5
     seconds: float = 1.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measured time of a collective of one size on the groups of a name.
+
+    Args:
+        group: the name.
+        names: all whose groups have the same ranks and options.
+        collective: one of `commgrid.cost_model.collective.COLLECTIVES`.
+        size: bytes, as nccl-tests counts them.
+        count: elements that a rank gives, as nccl-tests counts them.
+        ranks: of a group.
+        groups: how many communicated at once.
+        spread: ranks of a group by level.
+        seconds: the median of the repeats, each the mean of its calls and the slowest rank's.
+        least, most: of the repeats.
+    """
+
+    group: str
+    names: tuple[str, ...]
+    collective: str
+    size: int
+    count: int
+    ranks: int
+    groups: int
+    spread: tuple[int, ...]
+    seconds: float
+    least: float
+    most: float
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Size over time, in bytes a second."""
+        return self.size / self.seconds
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """nccl-tests' bus bandwidth, in bytes a second."""
+        return bus_bandwidth(self.collective, self.size, self.ranks, self.seconds)
 
 
 _CONNECT = Effort(iters=1, warmup=1, repeats=1)
@@ -290,7 +329,7 @@ def find_hosts(grid: HyperCommGrid) -> list[int]:
 def find_cluster(grid: HyperCommGrid) -> Cluster:
     """The nodes that the grid runs on, and their device as it is or was measured; all ranks call.
 
-    `commgrid.cost_model.fit.fit` finds the latencies and bandwidths of its levels.
+    Its levels have no latencies and bandwidths.
 
     Args:
         grid: with a group of all its ranks.

@@ -17,14 +17,14 @@ import pytest
 import torch.distributed as dist
 
 import commgrid
-from commgrid.bench import Effort, bench
+from commgrid.bench import Effort, Measured, bench
 from commgrid.cli import main
 from commgrid.cli.commands.bench import as_table
 from commgrid.cost_model.cluster import CLUSTERS, find_cluster
 from commgrid.cost_model.collective import COLLECTIVES, collective_time
-from commgrid.cost_model.fit import Measured
 from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.testing import run_on_ranks
+from tests.benchmarks import fit_cluster
 
 BOX = CLUSTERS["h100"]
 QUICK = Effort(iters=2, warmup=1, repeats=3)
@@ -138,19 +138,19 @@ def said(*argv: str) -> tuple[int, str, str]:
     return status, out.getvalue(), err.getvalue()
 
 
-def written(folder: str) -> tuple[int, str, str]:
+def printed() -> tuple[int, str, str]:
     argv = ["--tp", "2", "--groups", "tp,dp_tp", "--collectives", "all_reduce,all-to-all"]
-    return said(*argv, *SMALL, "--json", "-o", f"{folder}/cluster.yaml")
+    return said(*argv, *SMALL, "--json")
 
 
-def test_the_command_prints_json_and_writes_a_cluster(tmp_path: Path) -> None:
-    first, *others = run_on_ranks(written, 4, str(tmp_path), backend=None, launcher="torchrun")
+def test_a_cluster_is_fitted_to_the_json_of_the_command(tmp_path: Path) -> None:
+    first, *others = run_on_ranks(printed, 4, backend=None, launcher="torchrun")
     assert others == [(0, "", "")] * 3  # one rank prints, also progress
     status, out, progress = first
     assert status == 0
     assert out.count("\n") == 1
     said = [line.partition(":")[0] for line in progress.splitlines()]
-    assert [each for each in said if not each.endswith(" on node")] == [  # a fit's small sizes
+    assert said == [
         "[1/2] tp all_reduce", "[1/2] tp all_to_all",
         "[2/2] dp_tp all_reduce", "[2/2] dp_tp all_to_all",
     ]  # fmt: skip
@@ -161,6 +161,10 @@ def test_the_command_prints_json_and_writes_a_cluster(tmp_path: Path) -> None:
         assert row["type"] == "float"
         assert row["spread"] == [row["ranks"]]
         assert row["algbw"] == pytest.approx(row["size"] / row["time_us"] / 1e3)
+    file, costs = tmp_path / "bench.json", tmp_path / "costs.svg"
+    file.write_text(out)
+    assert fit_cluster.main([str(file), "-o", f"{tmp_path}/cluster.yaml", "-o", str(costs)]) == 0
+    assert costs.read_text().startswith("<?xml")
     cluster = find_cluster(str(tmp_path / "cluster.yaml"))
     assert cluster.per_node == 4
     assert cluster.device.name == "CPU"
@@ -172,6 +176,15 @@ def test_the_command_prints_json_and_writes_a_cluster(tmp_path: Path) -> None:
             if row["collective"] == collective
         ]
         assert sum(ratio * ratio for ratio in ratios) == pytest.approx(sum(ratios), rel=1e-3)
+
+
+def test_no_cluster_is_fitted_to_one_group_of_each_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bench.json"
+    file.write_text(json.dumps({"alone": True}))
+    assert fit_cluster.main([str(file), "-o", f"{tmp_path}/cluster.yaml"]) == 2
+    assert "a cluster is fitted to groups that communicate at once" in capsys.readouterr().err
 
 
 def test_the_table_has_nccl_tests_columns() -> None:
@@ -204,12 +217,6 @@ def test_the_table_has_nccl_tests_columns() -> None:
         (["--iters", "0"], "--iters 0: expected a whole number from 1 on"),
         (["--seconds", "soon"], "--seconds soon: expected a number above 0"),
         (["--collectives", "all_redu"], "did you mean 'all_reduce'"),
-        (["-o", "cluster.txt"], "--output cluster.txt: expected a file that ends in .yaml"),
-        (
-            ["-o", "/nowhere/c.yaml"],
-            "--output /nowhere/c.yaml: cannot be written: there is no such folder",
-        ),
-        (["-o", "c.yaml", "--alone"], "a cluster is fitted to groups that communicate at once"),
         (["--cluster", "h10"], "did you mean 'h100'"),
         ([], "one rank alone measures nothing"),
     ],

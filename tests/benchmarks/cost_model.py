@@ -18,10 +18,10 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import commgrid
-from commgrid.bench import Effort, bench, find_cluster
+from commgrid.bench import Effort, Measured, bench, find_cluster
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.collective import collective_time
-from commgrid.cost_model.fit import Measured, fit
+from tests.benchmarks.fit_cluster import draw_costs, fit
 from tests.benchmarks.report import Row, main, run_on_ranks
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -71,7 +71,6 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
     fitted = fit(known, cluster)
     fewer = fit([row for row in known if row.ranks != 4], cluster)
     if args.plot is not None:
-        from commgrid.viz.costs_picture import draw_costs
         from commgrid.viz.figure import drawing, save
 
         with drawing():

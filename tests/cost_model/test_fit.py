@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from commgrid.bench import Measured
 from commgrid.cost_model.cluster import Cluster, Device, Level, find_cluster
 from commgrid.cost_model.collective import collective_time
 from commgrid.cost_model.collective_form import Fit, one_level_time
-from commgrid.cost_model.fit import Measured, fit, too_fast
 from commgrid.errors import SpecError
+from tests.benchmarks.fit_cluster import draw_costs, fit, too_fast
 
 LEVELS = (Level("node", 8), Level("cluster", None))
 TWO = Cluster("two", Device("any", 1e12, 1e9, 1e9), LEVELS, "a test")
@@ -155,7 +156,6 @@ def test_nothing_on_one_level_is_nothing_to_fit() -> None:
 
 def test_the_picture_has_what_was_measured_and_the_models_line() -> None:
     pytest.importorskip("matplotlib")
-    from commgrid.viz.costs_picture import draw_costs
     from commgrid.viz.figure import drawing
 
     rows = truth("all_reduce", "ring", 0, 5e-5, 2e9, (2, 8))

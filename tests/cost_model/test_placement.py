@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from commgrid.bench import Measured
 from commgrid.cli.commands.plan_model import given_step, spec_of
 from commgrid.cost_model.calibration import CALIBRATION
 from commgrid.cost_model.cluster import CLUSTERS, Cluster
 from commgrid.cost_model.collective import bus_factor, collective_time
 from commgrid.cost_model.collective_form import Fit, Span
 from commgrid.cost_model.config import ORDERS, RECOMPUTE, ZERO_STAGES, ParallelConfig
-from commgrid.cost_model.fit import Measured, fit
 from commgrid.cost_model.layer import Machine
 from commgrid.cost_model.model import MODELS
 from commgrid.cost_model.placement import of_config, of_spec, span_of
@@ -25,6 +25,7 @@ from commgrid.cost_model.step import PARTS, StepCost, step_cost, traffic
 from commgrid.cost_model.why import why
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
+from tests.benchmarks.fit_cluster import fit
 
 H100 = CLUSTERS["h100"]
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from commgrid.bench import Measured
 from commgrid.cost_model.cluster import CLUSTERS, Cluster, nodes_of
 from commgrid.cost_model.collective import collective_time
 from commgrid.cost_model.config import ParallelConfig
-from commgrid.cost_model.fit import Measured, fit
 from commgrid.cost_model.model import MODELS, Model
 from commgrid.cost_model.placement import of_spec
 from commgrid.cost_model.search import fastest, search
@@ -23,6 +23,7 @@ from commgrid.cost_model.why import why
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import Mode, RankSet
 from commgrid.planning.spec import GridSpec
+from tests.benchmarks.fit_cluster import fit
 
 H100, SMALL = CLUSTERS["h100"], MODELS["llama3-8b"]
 

@@ -17,7 +17,7 @@ PUBLIC = [
     "commgrid.context_parallel",
     "commgrid.data_parallel",
     "commgrid.expert", "commgrid.failures", "commgrid.parameters", "commgrid.pipeline",
-    "commgrid.cost_model.collective", "commgrid.cost_model.fit",
+    "commgrid.cost_model.collective",
     "commgrid.cost_model.redistribution",
     "commgrid.sharding", "commgrid.tensor_parallel", "commgrid.testing", "commgrid.trace",
     "commgrid.transfer", "commgrid.verify",

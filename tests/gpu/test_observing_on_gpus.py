@@ -15,7 +15,7 @@ from commgrid import bench as benches
 from commgrid import checkpoint
 from commgrid.checkpoint import background
 from commgrid.cost_model.collective import COLLECTIVES, bus_bandwidth
-from commgrid.cost_model.fit import fit
+from tests.benchmarks.fit_cluster import fit
 from tests.gpu.on_gpus import on_gpus
 
 

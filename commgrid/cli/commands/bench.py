@@ -6,29 +6,26 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commgrid.cli.flags import above_zero, count_of_bytes, file_of, names, whole
+from commgrid.cli.flags import above_zero, count_of_bytes, names, whole
 from commgrid.cli.grid_options import add_command, read_spec, refuse_unused
 from commgrid.cli.output import give
 from commgrid.cost_model.cluster import Cluster, find_cluster
 from commgrid.cost_model.collective import COLLECTIVES
-from commgrid.cost_model.fit import Measured, fit, too_fast
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import canonical, nearest
 from commgrid.planning.spec import GridSpec
-from commgrid.viz.costs_picture import draw_costs
-from commgrid.viz.figure import SUFFIXES, drawing, save
 
 if TYPE_CHECKING:
+    from commgrid.bench import Measured
     from commgrid.runtime.grid import HyperCommGrid
 
 _EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2
   torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2 --groups tp,dp --alone
   torchrun --standalone --nproc-per-node 8 -m commgrid bench grid.yaml \\
-      --collectives all_reduce,all_to_all --sizes 64K,1M,16M -o cluster.yaml -o costs.svg
+      --collectives all_reduce,all_to_all --sizes 64K,1M,16M --json > bench.json
 
 Sizes, counts and bandwidths are nccl-tests'. All groups of a name communicate at once, as
 in training; with --alone only its first. Times are medians of --repeats loops, of the
@@ -41,7 +38,7 @@ def add_parser(commands: Any) -> None:
     parser = add_command(
         commands,
         "bench",
-        description="Measures collectives on the groups of each name, and fits a cluster to them.",
+        description="Measures collectives on the groups of each name.",
         examples=_EXAMPLES,
         run=run,
         world_size=False,
@@ -70,13 +67,7 @@ def add_parser(commands: Any) -> None:
     )  # fmt: skip
     add("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
     parser.add_argument(
-        "-o", "--output", type=file_of(".yaml", ".yml", *SUFFIXES), action="append", default=[],
-        metavar="FILE",
-        help="CLUSTER.yaml: a cluster fitted to it; .svg, .png or .pdf: times beside the fit; may "
-        "be repeated",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cluster", metavar="NAME", help="whose device and levels the file has, in place of these"
+        "--cluster", metavar="NAME", help="whose device and levels --json has, in place of these"
     )
 
 
@@ -97,7 +88,6 @@ def _sizes(text: str) -> list[int]:
 
 def run(args: argparse.Namespace) -> int:
     sizes = read_sizes(args)
-    _check_output(args)
     base = None if args.cluster is None else find_cluster(args.cluster)
     spec = _with_everyone(read_spec(args))
     from commgrid import bench
@@ -125,14 +115,8 @@ def run(args: argparse.Namespace) -> int:
         )
         if first:
             backend = grid.communicators[0].backend
-            found = as_json(rows, grid.world_size, backend, args.alone)
+            found = as_json(rows, cluster, grid.world_size, backend, args.alone)
             give(args, lambda: found, lambda: as_table(rows, args.alone))
-            if args.output:
-                fitted = fit(rows, cluster)
-                for path in args.output:
-                    _write(path, fitted, rows)
-                for line in too_fast(rows, fitted):
-                    _say(line)
     finally:
         if is_initialized():
             shutdown()
@@ -162,16 +146,6 @@ def read_sizes(args: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _check_output(args: argparse.Namespace) -> None:
-    """Before anything is measured."""
-    for path in args.output:
-        if args.alone:
-            raise SpecError(
-                f"--output {path} with --alone: a cluster is fitted to groups that communicate at "
-                "once, as in training; leave --alone out"
-            )
-
-
 def _with_everyone(spec: GridSpec) -> GridSpec:
     """The spec with the group of all its ranks, over which they meet between loops."""
     axes = spec.regions[0].axes
@@ -185,13 +159,14 @@ def _with_everyone(spec: GridSpec) -> GridSpec:
 
 
 def as_json(
-    rows: Sequence[Measured], world_size: int, backend: str, alone: bool
+    rows: Sequence[Measured], cluster: Cluster, world_size: int, backend: str, alone: bool
 ) -> Mapping[str, Any]:
     """The rows, times in microseconds and bandwidths in GB/s as nccl-tests prints them."""
     return {
         "world_size": world_size,
         "backend": backend,
         "alone": alone,
+        "cluster": cluster.to_dict(),
         "rows": [
             {
                 "group": row.group, "names": list(row.names), "ranks": row.ranks,
@@ -252,27 +227,6 @@ def _summary(rows: Sequence[Measured]) -> list[str]:
             f"{best.bus_bandwidth / 1e9:>12.3f} {best.size:>11}"
         )
     return lines
-
-
-def _write(path: Path, cluster: Cluster, rows: Sequence[Measured]) -> None:
-    """The cluster, or a picture of it beside the rows, by the file's suffix."""
-    if path.suffix in SUFFIXES:
-        with drawing():
-            save(draw_costs(rows, (), cluster), path)
-        return
-    import yaml
-
-    for level in cluster.levels:
-        if level.bandwidth is None:
-            raise SpecError(
-                f"--output {path}: no measured group is within level {level.name!r} alone; "
-                "measure one, or give numbers with --cluster"
-            )
-    text = yaml.safe_dump(cluster.to_dict(), sort_keys=False, default_flow_style=None, width=100)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"--output {path}: cannot be written, {error.strerror}") from error
 
 
 def _say(line: str) -> None:
