@@ -92,11 +92,11 @@ def parsers(
     commands: Any = parser.add_subparsers(
         dest="command", required=True, metavar="COMMAND", help=argparse.SUPPRESS, prog="commgrid"
     )
-    for name in COMMANDS:
-        if name in wanted:
-            importlib.import_module(f"commgrid.cli.commands.{name}").add_parser(commands)
-        else:
-            commands.add_parser(name, add_help=False)
+    known = [name for name in wanted if name in COMMANDS]
+    for name in known:
+        importlib.import_module(f"commgrid.cli.commands.{name}").add_parser(commands)
+    for name in () if known else COMMANDS:  # for the error of a word that is none of them
+        commands.add_parser(name, add_help=False)
     return parser, commands.choices
 
 

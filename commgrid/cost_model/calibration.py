@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-NCCL_GB = (0.4, 0.7)
-"""Device memory reported for one connected NCCL communicator: 388 MiB to 688 MB on A100."""
 RESERVED_GB = 2.0
 """Of the CUDA context and libraries' workspaces: what a process holds that has done nothing yet."""
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from commgrid.cost_model.calibration import NCCL_GB, RESERVED_GB
+from commgrid.cost_model.calibration import RESERVED_GB
 from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import Model
+from commgrid.planning.plan import NCCL_GB
 
 WEIGHT, MASTER, MOMENTS = 2, 4, 8
 """Bytes of a parameter: in bf16, in fp32, and Adam's two moments in fp32."""
-
 
 MEMORY_PARTS = (
     "weights", "gradients", "optimizer", "activations", "communicators", "reserved"

@@ -21,10 +21,9 @@ from commgrid.cli.grid_options import (
     resolve,
 )
 from commgrid.cli.output import give, names_of, write_grid, written
-from commgrid.cost_model.calibration import NCCL_GB, SOURCES
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import listed_ranks
-from commgrid.planning.plan import GroupPlan, PlannedCommunicator
+from commgrid.planning.plan import NCCL_GB, GroupPlan, PlannedCommunicator
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES
 from commgrid.wording import several
@@ -184,6 +183,7 @@ def _within(level: str, found: Mapping[str, Crossing]) -> str:
 
 def _why(spec: GridSpec) -> list[Why]:
     """Where the numbers of memory are from."""
+    from commgrid.cost_model.calibration import SOURCES
     from commgrid.cost_model.why import Why
 
     _, connecting = _counts(spec)
