@@ -150,7 +150,7 @@ class ShardingSpec:
             if isinstance(placement, Shard) and not 0 <= placement.dim < len(shape):
                 raise ShapeError(
                     f"{self}: axis {axis!r} shards dim {placement.dim}, but the tensor of shape "
-                    f"{tuple(shape)} has dims 0 to {len(shape) - 1}"
+                    f"{tuple(shape)} has dims 0 to {len(shape) - 1}; name one of these"
                 )
 
     # -- tensors ------------------------------------------------------------------------

@@ -71,7 +71,8 @@ class MegatronHyperCommGrid:
         if self.size > world - rank_offset:
             raise MegatronSizeError(
                 f"HyperCommGrid of shape {self.shape} is over sized: it has {self.size} ranks "
-                f"from rank_offset={rank_offset}, and the world has {world}"
+                f"from rank_offset={rank_offset}, and the world has {world}; "
+                "give a smaller shape, or start more ranks"
             )
         self._views = {_BASE: layout}
         self._shared: dict[str, frozenset[str]] = {_BASE: frozenset(self.dim_names)}
@@ -102,7 +103,8 @@ class MegatronHyperCommGrid:
         layout = _layout(who, shape, dim_names, self.rank_offset)
         if len(layout) != self.size:
             raise SpecError(
-                f"{who} of shape {list(shape)} has {len(layout)} ranks, and the grid {self.size}"
+                f"{who} of shape {list(shape)} has {len(layout)} ranks, and the grid {self.size}; "
+                "expected as many"
             )
         shared = list(shared_dims or ())
         base = self._views[_BASE]
@@ -110,7 +112,7 @@ class MegatronHyperCommGrid:
             if dim not in base.shape or dim not in layout.shape or shared.count(dim) > 1:
                 raise SpecError(
                     f"{who}: shared dim {dim!r} is not once in both {list(base.shape)} and "
-                    f"{list(layout.shape)}"
+                    f"{list(layout.shape)}; name each dim once"
                 )
         for dims in [[dim] for dim in shared] + [shared] * (len(shared) > 1):
             if _enumerate(base, dims) != _enumerate(layout, dims):

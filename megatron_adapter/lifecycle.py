@@ -230,7 +230,8 @@ def _sharp_group(use_sharp: bool, group: str | None, instances: int) -> str | No
     if not use_sharp:
         if group is not None:
             raise MegatronStateError(
-                f"sharp_enabled_group={group!r} means something only with use_sharp=True"
+                f"sharp_enabled_group={group!r} means something only with use_sharp=True; "
+                "leave it out, or give both"
             )
         return None
     if group not in (None, "dp", "dp_replica"):

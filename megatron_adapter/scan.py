@@ -46,7 +46,7 @@ def scan(path: str | Path) -> list[Read]:
     """
     top = Path(path)
     if not top.exists():
-        raise SpecError(f"{path}: no such file or folder")
+        raise SpecError(f"{path}: no such file or folder; name one with Python code")
     files = sorted(top.rglob("*.py")) if top.is_dir() else [top]
     return [read for file in files for read in _reads(file)]
 

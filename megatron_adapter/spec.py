@@ -124,7 +124,7 @@ class MegatronSizes:
         if self.instances > 1 and max(self.gtp, self.egtp) > 1:
             raise MegatronStateError(
                 f"gtp={self.gtp} and egtp={self.egtp} with {self.instances} distributed optimizer "
-                "instances: sharded weights go with one instance"
+                "instances: sharded weights go with one instance; leave one of them at 1"
             )
         for names, what in (("tp pp cp gtp", "model"), ("etp ep pp egtp", "expert model")):
             chosen = [n for n in names.split() if "gtp" not in n or given[n] > 1]
@@ -153,7 +153,7 @@ class MegatronSizes:
             if size % self.instances:
                 raise MegatronStateError(
                     f"{self.instances} distributed optimizer instances do not divide the {name} "
-                    f"size {size}"
+                    f"size {size}; expected a divisor of it"
                 )
         if self.pipeline_backend not in (None, "nccl", "ucc"):
             raise MegatronStateError(
@@ -163,7 +163,8 @@ class MegatronSizes:
         if self.hierarchical and math.prod(self.hierarchical) != self.cp:
             raise MegatronStateError(
                 f"hierarchical_context_parallel_sizes={list(self.hierarchical)}: their product is "
-                f"{math.prod(self.hierarchical)}, not context_parallel_size={self.cp}"
+                f"{math.prod(self.hierarchical)}, not context_parallel_size={self.cp}; "
+                "expected sizes that make it"
             )
         if self.hybrid and self.dp * self.cp % 2:
             raise MegatronStateError(
@@ -195,7 +196,8 @@ class MegatronSizes:
             if axis not in orders[0]:
                 if size != 1:
                     raise MegatronSizeError(
-                        f"order={self.order!r}: {axis} is missing, and its size is {size}"
+                        f"order={self.order!r}: {axis} is missing, and its size is {size}; "
+                        "add it to the order"
                     )
                 missing.append(axis)
         for order in orders:

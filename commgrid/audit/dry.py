@@ -78,7 +78,9 @@ def dry(
     """
     chosen = list(range(grid.world_size)) if ranks is None else list(ranks)
     if wrong := [rank for rank in chosen if not 0 <= rank < grid.world_size]:
-        raise SpecError(f"rank {wrong[0]}: the job has ranks 0-{grid.world_size - 1}")
+        raise SpecError(
+            f"rank {wrong[0]}: the job has ranks 0-{grid.world_size - 1}; name some of these"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

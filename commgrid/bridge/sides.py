@@ -73,7 +73,7 @@ class Cut:
             has = f"{total} positions" + (f" as {tuple(lengths)}" if lengths else "")
             raise ShapeError(
                 f"dim {self.dim} has {has} over group {self.group!r}, its sharding expects "
-                f"{sharding.length} as {sharding.local_lengths}"
+                f"{sharding.length} as {sharding.local_lengths}; make the sharding of these lengths"
             )
         return sharding.ranges
 

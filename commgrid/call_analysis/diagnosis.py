@@ -43,7 +43,7 @@ def read(folder: Path) -> list[Trace]:
     else:
         raise SpecError(
             f"{folder}: has no rank_*.ring and no dump of torch's flight recorder, whose names end "
-            "in a rank"
+            "in a rank; name the folder of COMMGRID_TRACE, of trace.save or of commgrid dump"
         )
     return with_stacks(folder, found)
 

@@ -72,7 +72,9 @@ def read(paths: Sequence[Path]) -> list[Trace]:
 def _load(path: Path) -> tuple[int, Mapping[str, Any]]:
     found = _RANK.search(path.name)
     if found is None:
-        raise SpecError(f"{path}: a flight recorder's dump ends in its rank, as nccl_trace_rank_3")
+        raise SpecError(
+            f"{path}: a flight recorder's dump ends in its rank; rename it, as nccl_trace_rank_3"
+        )
     try:
         data = path.read_bytes()
         held = json.loads(data) if data[:1] == b"{" else _Plain(io.BytesIO(data)).load()

@@ -106,7 +106,10 @@ def find(folder: Path, step: int | None) -> tuple[int | None, Path]:
         itself = _COMPLETE.fullmatch(folder.resolve().name)
         own = int(itself[1]) if itself else None
         if step not in (None, own):
-            raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
+            raise CheckpointError(
+                f"{folder} is a checkpoint, and not of step {step}; "
+                "leave step= out, or name the folder that has it"
+            )
         return own, folder
     named, found = _named(folder), complete(folder)
     if step is None and (last := next(whole(folder), None)) is not None:

@@ -212,7 +212,10 @@ def _found(folder: Path, step: int | None, trusted: bool) -> tuple[int | None, P
     """
     if folders.is_safetensors_folder(folder):
         if step is not None:
-            raise CheckpointError(f"{folder} is a checkpoint, and not of step {step}")
+            raise CheckpointError(
+                f"{folder} is a checkpoint, and not of step {step}; "
+                "leave step= out, or name the folder that has it"
+            )
         return None, folder
     chosen, path = folders.find(folder, step)
     stored = Stored(path, trusted)

@@ -150,7 +150,8 @@ class Stored:
             self._metadata = read_metadata(folder / ".metadata", trusted)
         except FileNotFoundError as error:
             raise CheckpointError(
-                f"{folder} has no .metadata, which is written last: half a checkpoint, or none"
+                f"{folder} has no .metadata, which is written last: half a checkpoint, or none; "
+                "load an earlier step"
             ) from error
         except Exception as error:  # pickle raises any type
             raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
@@ -241,7 +242,9 @@ class Stored:
                     while done < info.length:
                         count = file.readinto(content[done:])
                         if not count:
-                            raise CheckpointError(f"{name} ended while it was read")
+                            raise CheckpointError(
+                                f"{name} ended while it was read; load an earlier step"
+                            )
                         done += count
                     reads = needed[place]
                     checks = any(read.dest_index.fqn in planner.checked for read in reads)

@@ -74,7 +74,8 @@ def start_all_gather(
         raise ShapeError(
             f"sizes={list(sizes)} are not those of the {group.size()} ranks of group "
             f"{group.group_desc!r}, of which rank {group.rank()} has a tensor of shape "
-            f"{tuple(tensor.shape)}, to be joined along dim {dim}"
+            f"{tuple(tensor.shape)}, to be joined along dim {dim}; "
+            "expected each rank's length, in the group's order"
         )
     if sizes is not None and len(set(sizes)) > 1:
         return _start_uneven_all_gather(tensor, group, dim, sizes)
@@ -202,7 +203,7 @@ def share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
         raise ShapeError(
             f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be shared equally among "
-            f"the {group.size()} ranks of group {group.group_desc!r}"
+            f"the {group.size()} ranks of group {group.group_desc!r}; pad it, or give sizes="
         )
     return int(tensor.shape[dim]) // group.size()
 
@@ -216,5 +217,6 @@ def check_sizes(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[i
     if len(sizes) != group.size() or sum(sizes) != tensor.shape[dim]:
         raise ShapeError(
             f"sizes={list(sizes)} do not share dim {dim} of a tensor of shape "
-            f"{tuple(tensor.shape)} among the {group.size()} ranks of group {group.group_desc!r}"
+            f"{tuple(tensor.shape)} among the {group.size()} ranks of group {group.group_desc!r}; "
+            "expected a length for each rank, which add up to the dim"
         )

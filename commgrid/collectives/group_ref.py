@@ -63,7 +63,10 @@ class GroupRef:
         who = f"{self.owner}: " if self.owner else ""
         try:
             if not self._registered:
-                raise GridNotInitializedError("the grid was destroyed and never registered")
+                raise GridNotInitializedError(
+                    "the grid was destroyed and never registered; "
+                    "give the layer a living one, as grid="
+                )
             self._read(get_grid(self.grid_name))
         except GridNotInitializedError as error:
             raise GridNotInitializedError(

@@ -46,7 +46,9 @@ def gathered(value: Value, group: ProcessGroup) -> list[Value]:
     ]
     text = _who(dist.get_process_group_ranks(group), [error for _, error in found])
     if text is not None:
-        raise CommGridError(f"a value for all ranks cannot be pickled: {text}") from cause
+        raise CommGridError(
+            f"a value for all ranks cannot be pickled: {text}; give plain data"
+        ) from cause
     return [one for one, _ in found]
 
 

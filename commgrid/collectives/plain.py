@@ -125,7 +125,8 @@ def broadcast(
     members = resolve(group, grid)
     if not 0 <= source < members.size():
         raise ShapeError(
-            f"source={source} is outside group {members.group_desc!r} of {members.size()} ranks"
+            f"source={source} is outside group {members.group_desc!r} of {members.size()} ranks; "
+            "expected a place in it, from 0"
         )
     copy = tensor.detach().clone(memory_format=torch.contiguous_format)
     if members.size() > 1:

@@ -269,7 +269,7 @@ class SequenceSharding:
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] != self.length:
             raise ShapeError(
                 f"{what} of shape {tuple(tensor.shape)} has not the {self.length} positions of "
-                f"this sharding in dim {dim}"
+                f"this sharding in dim {dim}; give the whole sequence, or a sharding of its length"
             )
         if members is not None:
             from commgrid.equality.inputs import note_batch

@@ -112,7 +112,10 @@ class Model:
                 f"heads={self.heads}: does not divide hidden={self.hidden}; give head_size"
             )
         if self.heads % self.num_kv_heads:
-            raise SpecError(f"kv_heads={self.num_kv_heads}: does not divide heads={self.heads}")
+            raise SpecError(
+                f"kv_heads={self.num_kv_heads}: does not divide heads={self.heads}; "
+                "expected a divisor of it"
+            )
         if self.experts and not 1 <= self.top_k <= self.experts:
             raise SpecError(
                 f"top_k={self.top_k}: expected a whole number from 1 to experts={self.experts}"

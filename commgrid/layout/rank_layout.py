@@ -70,7 +70,7 @@ class RankLayout:
     def __post_init__(self) -> None:
         names = [axis.name for axis in self.axes]
         if len(set(names)) < len(names):
-            raise SpecError(f"axis names must differ, got {', '.join(names)}")
+            raise SpecError(f"axis names must differ, got {', '.join(names)}; name each once")
         for axis in self.axes:
             if axis.size < 1:
                 raise SpecError(f"axis {axis.name} has size {axis.size}; it must be at least 1")
@@ -208,7 +208,10 @@ class RankLayout:
         for name, index in coordinate.items():
             axis = self.axis(name)
             if not 0 <= index < axis.size:
-                raise SpecError(f"{name}={index} is outside axis {name} of size {axis.size}")
+                raise SpecError(
+                    f"{name}={index} is outside axis {name} of size {axis.size}; "
+                    f"expected 0 to {axis.size - 1}"
+                )
             place += axis.shift(index)
         return place
 

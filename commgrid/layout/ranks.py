@@ -287,7 +287,10 @@ def check_ranks(key: str, ranks: object) -> RankTuple:
         SpecError: there are none, one is repeated or negative, or is no integer.
     """
     if isinstance(ranks, range) and len(ranks[: _MOST_LISTED + 1]) > _MOST_LISTED:
-        raise SpecError(f"{key}={_cut(ranks)}: at most {_MOST_LISTED} ranks are listed one by one")
+        raise SpecError(
+            f"{key}={_cut(ranks)}: at most {_MOST_LISTED} ranks are listed one by one; "
+            "write ranges, as 0-4095"
+        )
     unordered = isinstance(ranks, str | bytes | Mapping | set | frozenset)
     try:
         items = None if unordered else list(ranks)  # type: ignore[call-overload]
@@ -371,7 +374,10 @@ def parse_ranks(text: str) -> Iterable[int]:
     for span in spans:
         _refuse_above(text, span[-1])
     if sum(map(len, spans)) > _MOST_LISTED:
-        raise SpecError(f"ranks={_cut(text)}: several spans of more than {_MOST_LISTED} ranks")
+        raise SpecError(
+            f"ranks={_cut(text)}: several spans of more than {_MOST_LISTED} ranks; "
+            "write one with a step, as 0-99999/2"
+        )
     return [rank for span in spans for rank in span]
 
 

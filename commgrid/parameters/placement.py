@@ -127,7 +127,7 @@ def placements(model: nn.Module) -> Iterator[Placement]:
                 raise SpecError(
                     f"{first.name} and {full} are one parameter, but their modules say "
                     f"{_told(first)} and {_told(placement)} of its slices, partial "
-                    "sums, region and copies"
+                    "sums, region and copies; make both say the same"
                 )
     yield from found.values()
 

@@ -156,7 +156,10 @@ class Schedule:
         seen: dict[tuple[type[Computation], int, int], int] = {}
         for action in order:
             if action.stage != stage:
-                raise SpecError(f"{self}: stage {stage} is given {action} of stage {action.stage}")
+                raise SpecError(
+                    f"{self}: stage {stage} is given {action} of stage {action.stage}; "
+                    f"expected actions of stage {stage} alone"
+                )
             key = (type(action), action.chunk, action.microbatch)
             seen[key] = seen.get(key, 0) + 1
         for chunk in range(self.num_chunks):
@@ -176,7 +179,8 @@ class Schedule:
             kind, chunk, microbatch = next(iter(seen))
             raise SpecError(
                 f"{self}: stage {stage} has {kind.letter}{microbatch} of chunk {chunk}, which is "
-                "outside the schedule"
+                f"outside the schedule; expected microbatches 0 to {self.num_microbatches - 1} of "
+                f"chunks 0 to {self.num_chunks - 1}"
             )
 
     @property

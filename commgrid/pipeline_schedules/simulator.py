@@ -73,7 +73,7 @@ class Times:
             return sum(kind[place] if isinstance(kind, Mapping) else kind for kind in kinds)
         except KeyError as error:
             raise SpecError(
-                f"the times of {action} have no entry for (stage, chunk) {place}"
+                f"the times of {action} have no entry for (stage, chunk) {place}; add it"
             ) from error
 
 

@@ -97,7 +97,7 @@ def parse_sizes(text: str, what: str) -> dict[str, int]:
                 "own flags after them"
             )
         if axis in found:
-            raise SpecError(f"{what}: {axis} is given twice")
+            raise SpecError(f"{what}: {axis} is given twice; name it once")
         found[axis] = int(size)
     return found
 

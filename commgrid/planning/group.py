@@ -276,7 +276,10 @@ def _add_entries(
         made = _listed(entry, found) if source is None else _apply(entry, found[source], sizes)
         for definition in made:
             if definition.name in found:
-                raise SpecError(f"groups.{entry.name}: {definition.name!r} is taken already")
+                raise SpecError(
+                    f"groups.{entry.name}: {definition.name!r} is taken already; "
+                    "choose another name"
+                )
             found[definition.name] = definition
 
 

@@ -159,7 +159,7 @@ def _parse_split(name: str, value: object) -> tuple[tuple[str, int], ...] | None
             )
         parts[part] = size
     if list(parts.values()).count(-1) > 1:
-        raise SpecError(f"groups.{name}.split: only one part can be -1")
+        raise SpecError(f"groups.{name}.split: only one part can be -1; give the others sizes")
     return tuple(parts.items())
 
 

@@ -281,7 +281,8 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
         check_size("etp", etp)
     if ep == -1 or etp == -1:
         raise SpecError(
-            f"ep={ep}, etp={etp}: -1 cannot be filled here, edp already fills the expert region"
+            f"ep={ep}, etp={etp}: -1 cannot be filled here, edp already fills the expert region; "
+            "give numbers"
         )
     renamed = {"tp": "etp", "dp": "edp", "dp_shard": "edp", "dp_replicate": "edp"}
     axes: list[str] = []

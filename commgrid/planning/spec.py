@@ -414,7 +414,10 @@ class GridSpec:
                 raise SpecError(f"world_size={world_size!r}: expected at most {MOST_RANK}")
             covered = range(size)
         elif size is not None and highest_rank(covered) >= size:
-            raise SpecError(f"ranks={listed_ranks(covered)}: the world has only ranks 0-{size - 1}")
+            raise SpecError(
+                f"ranks={listed_ranks(covered)}: the world has only ranks 0-{size - 1}; "
+                "leave the others out, or start more"
+            )
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
         regions = (dense, *rest)

@@ -153,7 +153,8 @@ def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
             found = inner.get(name) or {}
             if not isinstance(found, Mapping):
                 raise SpecError(
-                    f"{key}={value!r}: {'.'.join(path[:place])} is {found!r}, which has no keys"
+                    f"{key}={value!r}: {'.'.join(path[:place])} is {found!r}, which has no keys; "
+                    "give it a mapping first"
                 )
             inner[name] = inner = dict(found)
         inner[last] = value

@@ -35,7 +35,10 @@ class Loader(yaml.SafeLoader):
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         number: int = super().construct_yaml_int(node)
         if abs(number) > _LARGEST:
-            raise SpecError(f"line {node.start_mark.line + 1}: a number of more than 30 digits")
+            raise SpecError(
+                f"line {node.start_mark.line + 1}: a number of more than 30 digits; "
+                "write a shorter one, or text in quotes"
+            )
         return number
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -116,7 +116,8 @@ class Timeouts:
                 changes[name] = float(value)
             except ValueError:
                 raise SpecError(
-                    f"environment: {VARIABLE}: {name}={value!r} is no number of seconds"
+                    f"environment: {VARIABLE}: {name}={value!r} is no number of seconds; "
+                    f"expected such as {name}=3"
                 ) from None
         return replace(cls(), **changes)
 

@@ -80,7 +80,7 @@ class SubGrid:
         if not self.is_member:
             raise NotInGroupError(
                 f"rank {self._rank} is not in this sub-grid, which has "
-                f"{describe_ranks(self.layout.ranks)}"
+                f"{describe_ranks(self.layout.ranks)}; call it on these alone"
             )
         return self._find(name)
 

@@ -97,7 +97,7 @@ def vocab_parallel_cross_entropy(
     if not 1 <= size <= padded:
         raise ShapeError(
             f"{who}: vocabulary={size}, but the {ref.size} ranks of group {ref.name!r} have "
-            f"{padded} columns in all"
+            f"{padded} columns in all; expected at most as many"
         )
     ignored = target == ignore_index
     target = target.long().masked_fill(ignored, 0)

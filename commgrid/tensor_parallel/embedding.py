@@ -102,7 +102,7 @@ class VocabParallelEmbedding(ParallelLayer):
         if self.sequence_parallel and not -tokens.dim() <= self.sequence_dim < tokens.dim():
             raise ShapeError(
                 f"{self.group.owner}: tokens of shape {tuple(tokens.shape)} have no dim "
-                f"{self.sequence_dim} for the sequence"
+                f"{self.sequence_dim} for the sequence; give sequence_dim= a dim of the tokens"
             )
         self._check_sequence(tokens)
         note(f"{self.group.owner}'s tokens", tokens, self.group)

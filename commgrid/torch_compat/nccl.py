@@ -118,7 +118,9 @@ def make_options(asked: GroupOptions, kinds: Collection[str], timeout: timedelta
     for key, value in asked.nccl:
         target = made if key == "is_high_priority_stream" else made.config
         if not hasattr(target, key):
-            raise SpecError(f"nccl.{key}: the NCCL of torch {torch.__version__} does not have it")
+            raise SpecError(
+                f"nccl.{key}: the NCCL of torch {torch.__version__} does not have it; leave it out"
+            )
         setattr(target, key, value)
     return made
 

@@ -254,7 +254,10 @@ def items_of(model: Model, grid: HyperCommGrid, rows: Rows) -> Looked:
 def stateful(state: ModelState | None) -> ModelState:
     """The model's state that an optimizer's belongs to."""
     if state is None:
-        raise SpecError("optimizer= goes with a module or a stage's chunks, not with a mapping")
+        raise SpecError(
+            "optimizer= goes with a module or a stage's chunks, not with a mapping; "
+            "give the model itself"
+        )
     if state.has_foreign:
         raise SpecError(
             "optimizer= does not go with parameters that Megatron-core's or Transformers' layers "

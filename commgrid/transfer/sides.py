@@ -429,7 +429,8 @@ class TargetSide(OneSide):
             raise TransferError(
                 f"the source's optimizer updates {', '.join(unknown[:3])}"
                 f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''}, which no "
-                "optimizer of the target does"
+                "optimizer of the target does; "
+                "give the target an optimizer of these, or freeze them"
             )
 
     def begin(self, values: Mapping[str, Any]) -> None:

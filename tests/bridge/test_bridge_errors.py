@@ -86,7 +86,7 @@ CALLS: dict[str, tuple[dict[str, Any], Callable[[int], Any], str]] = {
         {"source_sequence": Cut(0, "dp", SequenceSharding.contiguous(8, 2))},
         lambda rank: given(5, 6),
         "ShapeError: bridge 'bridge': source: dim 0 has 10 positions as (5, 5) over group 'dp', "
-        "its sharding expects 8 as (4, 4)"),
+        "its sharding expects 8 as (4, 4); make the sharding of these lengths"),
     "zigzag": ({"target_sequence": Cut(0, "dp", "zigzag")}, lambda rank: given(5, 6),
                "ShapeError: bridge 'bridge': target: dim 0 cannot be cut as its sharding "
                "says: zigzag cannot cut 10 positions for 2 ranks: expected a multiple "

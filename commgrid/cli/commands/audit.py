@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.tolerance is not None and not 0 < args.tolerance < 1:
         raise SpecError(f"--tolerance {args.tolerance}: expected between 0 and 1")
     if not args.script.is_file():
-        raise SpecError(f"{args.script}: there is no such program")
+        raise SpecError(f"{args.script}: there is no such program; name a Python file")
     if args.dry:
         return _dry(args)
     for flag, given in (

@@ -139,7 +139,9 @@ def read_sizes(args: argparse.Namespace) -> list[int]:
     least, most = args.min_bytes or 1 << 10, args.max_bytes or 64 << 20
     factor = args.factor or 4
     if least > most:
-        raise SpecError(f"--min-bytes {least}: above --max-bytes {most}")
+        raise SpecError(
+            f"--min-bytes {least}: above --max-bytes {most}; expected the smaller one first"
+        )
     sizes = [least]
     while sizes[-1] * factor <= most:
         sizes.append(sizes[-1] * factor)

@@ -88,7 +88,9 @@ def _chosen(found: Sequence[Trace], args: argparse.Namespace) -> list[Trace]:
     kept = [trace for trace in found if ranks is None or trace.rank in ranks]
     if not kept:
         there = describe_ranks([trace.rank for trace in found])
-        raise SpecError(f"--ranks {args.ranks}: {args.folder} has records of {there}")
+        raise SpecError(
+            f"--ranks {args.ranks}: {args.folder} has records of {there}; name some of these"
+        )
     if args.group is None:
         return kept
     names = {name for t in found for call in t.calls for name in call.group.name.split(",")}
