@@ -178,13 +178,18 @@ def test_a_cluster_is_fitted_to_the_json_of_the_command(tmp_path: Path) -> None:
         assert sum(ratio * ratio for ratio in ratios) == pytest.approx(sum(ratios), rel=1e-3)
 
 
-def test_no_cluster_is_fitted_to_one_group_of_each_name(
+def test_no_cluster_is_fitted_to_anything_else(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "bench.json"
-    file.write_text(json.dumps({"alone": True}))
-    assert fit_cluster.main([str(file), "-o", f"{tmp_path}/cluster.yaml"]) == 2
-    assert "a cluster is fitted to groups that communicate at once" in capsys.readouterr().err
+    for text, words in {
+        '{"alone": true}': "a cluster is fitted to groups that communicate at once",
+        "{}": "expected what `commgrid bench --json` prints",
+        "tp (also cp_tp)": "expected what `commgrid bench --json` prints",
+    }.items():
+        file.write_text(text)
+        assert fit_cluster.main([str(file), "-o", f"{tmp_path}/cluster.yaml"]) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_the_table_has_nccl_tests_columns() -> None:

@@ -210,14 +210,9 @@ def _found(folder: Path, step: int | None, trusted: bool) -> tuple[int | None, P
     Raises:
         CheckpointError: there is none, or a half.
     """
-    if folders.is_safetensors_folder(folder):
-        if step is not None:
-            raise CheckpointError(
-                f"{folder} is a checkpoint, and not of step {step}; "
-                "leave step= out, or name the folder that has it"
-            )
-        return None, folder
     chosen, path = folders.find(folder, step)
+    if folders.is_safetensors_folder(path):
+        return None, path
     stored = Stored(path, trusted)
     stored.check_files()
     return stored.step if chosen is None else chosen, path

@@ -17,7 +17,7 @@ TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
-GROUPS = {
+HEADINGS = {
     "before a job": ("plan", "explain", "show", "presets", "diff"),
     "on the cluster": ("check", "bench"),
     "while it hangs": ("dump", "diagnose", "trace"),
@@ -40,7 +40,7 @@ COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, whose errors are one line, with the nearest command, and whose flags are whole.
+    """argparse, whose errors are one line, with the nearest command, and which abbreviates no flag.
 
     Attributes:
         rare: flags that only `--help-all` shows, by their names in Python.
@@ -103,7 +103,7 @@ def parsers(
 def _listed() -> str:
     """The commands by what they are for."""
     lines = ["Plan, explain, check, measure and draw the communicators of a training job."]
-    for title, names in GROUPS.items():
+    for title, names in HEADINGS.items():
         lines += ["", f"{title}:", *(f"  {name:<9} {COMMANDS[name]}" for name in names)]
     return "\n".join(lines)
 

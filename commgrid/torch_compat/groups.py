@@ -137,10 +137,7 @@ def create_group(
                 group_desc=description,
             )
         if not isinstance(made, dist.ProcessGroup):  # its NON_GROUP_MEMBER
-            raise CommGridError(
-                f"{description}: torch's backend {chosen!r} made no group; "
-                "look at the backend's own message above"
-            )
+            raise CommGridError(f"{description}: torch's backend {chosen!r} made no group")
         group: dist.ProcessGroup = made
         if gloo is not None:
             torch_gloo.add(group, gloo, description, parsed, config)

@@ -1,9 +1,10 @@
-"""A cluster file from what `commgrid bench --json` printed, and a picture of both.
+"""Fits a cluster file to what `commgrid bench --json` printed, and draws times beside the fit.
 
     torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2 --json > bench.json
     python tests/benchmarks/fit_cluster.py bench.json -o cluster.yaml -o costs.svg
 
-`commgrid plan --cluster cluster.yaml` then plans with it.
+`commgrid plan --cluster cluster.yaml` then plans with it. Run it from the repository; it needs
+torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from commgrid.bench import Measured
+from commgrid.cli.flags import file_of
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.collective import collective_time
 from commgrid.cost_model.collective_form import KINDS, Fit, one_level_time
@@ -37,9 +39,9 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
     """The cluster with a fit for each collective on each level that was measured.
 
     A level's fits come from groups that lie on that level alone; the time over several follows from
-    them. Each is a form of `commgrid.cost_model.collective_form` whose latency and bandwidth have
-    the least squares of relative errors. A level's own latency and bandwidth become those of its
-    all-reduce, or of the first collective that was measured.
+    them. Each is a form of `commgrid.cost_model.collective_form`, with the latency and bandwidth
+    that make the sum of squared relative errors smallest. A level's own latency and bandwidth
+    become those of its all-reduce, or of the first collective that was measured.
 
     Args:
         rows: of groups that communicated at once, as in training.
@@ -83,8 +85,8 @@ def fit(rows: Iterable[Measured], cluster: Cluster) -> Cluster:
 def too_fast(rows: Iterable[Measured], fitted: Cluster) -> list[str]:
     """Describe fits whose bandwidth the measured sizes leave open.
 
-    Where all sizes take about as long, latency explains them, and a bandwidth of any size does:
-    what is planned for larger messages is then far too fast.
+    If all sizes take about the same time, latency explains it, and the fitted bandwidth can be
+    anything: what is planned for larger messages is then far too fast.
 
     Args:
         rows: that `fit` was given.
@@ -162,7 +164,7 @@ def draw_costs(fitted: Sequence[Measured], others: Sequence[Measured], cluster: 
 
     Args:
         fitted: what the cluster's fits are of, as full dots.
-        others: what they have not seen, as rings.
+        others: rows that were not fitted to, as rings (`cost_model.py` has some).
         cluster: whose cost model draws the lines.
     """
     collectives = list(dict.fromkeys(row.collective for row in (*fitted, *others)))
@@ -235,8 +237,12 @@ def read(text: str) -> tuple[list[Measured], Cluster]:
     Raises:
         SpecError: it is of `--alone`: a cluster is fitted to groups that communicate at once.
     """
-    found: dict[str, Any] = json.loads(text)
-    if found["alone"]:
+    try:
+        found: dict[str, Any] = json.loads(text)
+        alone = found["alone"]
+    except (ValueError, LookupError, TypeError):
+        raise SpecError("expected what `commgrid bench --json` prints") from None
+    if alone:
         raise SpecError("measured with --alone; a cluster is fitted to groups that communicate at "
                         "once, as in training: leave --alone out")  # fmt: skip
     rows = [
@@ -279,8 +285,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("file", type=Path, help="what commgrid bench --json printed")
-    parser.add_argument("-o", "--output", type=Path, action="append", required=True,
-                        metavar="FILE", help=".yaml, .svg, .png or .pdf")  # fmt: skip
+    parser.add_argument(
+        "-o", "--output", type=file_of(".yaml", ".yml", *SUFFIXES), action="append", required=True,
+        metavar="FILE", help=".yaml, .svg, .png or .pdf; may be repeated",
+    )  # fmt: skip
     args = parser.parse_args(argv)
     try:
         rows, cluster = read(args.file.read_text(encoding="utf-8"))

@@ -1,4 +1,7 @@
-"""Jobs whose ranks are killed: their records tell which one went first, and who waits."""
+"""Jobs that are killed or interrupted: `diagnose` names the rank that went first, or who waits.
+
+torchrun starts them, as users do: its agent ends the other ranks.
+"""
 
 from __future__ import annotations
 
@@ -139,12 +142,12 @@ def test_no_rank_of_an_interrupted_job_is_blamed(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_what_a_job_hung_in_is_told_after_sigterm(tmp_path: Path) -> None:
-    """As from a scheduler: no rank comes to its end, and each has its record."""
+    """A scheduler's SIGTERM ends the job while all ranks wait; each still leaves its record."""
     with job(tmp_path, STUCK, str(tmp_path)) as running:
-        said_before = [tmp_path / f"{rank}.pid" for rank in range(4)]
-        until(lambda: all(path.exists() and path.read_text() for path in said_before), "the marks")
-        until_waiting(int(path.read_text()) for path in said_before)
-        time.sleep(5)  # longer than the patience of the command
+        marks = [tmp_path / f"{rank}.pid" for rank in range(4)]
+        until(lambda: all(path.exists() and path.read_text() for path in marks), "the marks")
+        until_waiting(int(path.read_text()) for path in marks)
+        time.sleep(5)  # longer than diagnose's --patience of 1 s, by which records are judged
         running.send_signal(signal.SIGTERM)
         running.wait(timeout=100)
     status, said = diagnosed(tmp_path)

