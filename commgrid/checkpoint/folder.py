@@ -102,8 +102,9 @@ def find(folder: Path, step: int | None) -> tuple[int | None, Path]:
     Raises:
         CheckpointError: there is none, or not this one; lists the steps that exist.
     """
-    if is_safetensors_folder(folder) or (folder / METADATA).exists():
-        itself = (folder / METADATA).exists() and _COMPLETE.fullmatch(folder.resolve().name)
+    is_torchs = (folder / METADATA).exists()
+    if is_torchs or is_safetensors_folder(folder):
+        itself = _COMPLETE.fullmatch(folder.resolve().name) if is_torchs else None
         own = int(itself[1]) if itself else None
         if step not in (None, own):
             raise CheckpointError(

@@ -203,7 +203,7 @@ def share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
     if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
         raise ShapeError(
             f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be shared equally among "
-            f"the {group.size()} ranks of group {group.group_desc!r}; pad it, or give sizes="
+            f"the {group.size()} ranks of group {group.group_desc!r}; expected a multiple of it"
         )
     return int(tensor.shape[dim]) // group.size()
 
