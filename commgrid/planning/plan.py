@@ -135,12 +135,14 @@ class GroupPlan:
     @cached_property
     def members(self) -> dict[str, Ranks]:
         """Every created group this rank is in, with its ranks unexpanded."""
-        layouts = self.spec.layouts
-        found = {
-            name: definition.ranks(layouts[definition.region], self.rank)
-            for name, definition in self.created.items()
-        }
+        found = {name: self.around(name) for name in self.created}
         return {name: ranks for name, ranks in found.items() if self.rank in ranks}
+
+    def around(self, name: str) -> Ranks:
+        """The group of a canonical name at this rank's place, created or not; after a pick the rank
+        itself may not be in it."""
+        definition = self.spec.definitions[name]
+        return definition.ranks(self.spec.layout(definition.region), self.rank)
 
     @property
     def groups(self) -> RankGroups:

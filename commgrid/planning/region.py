@@ -11,7 +11,7 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_index, divisors
-from commgrid.planning.yaml_keys import REGION_OPTIONS, refuse_unknown
+from commgrid.planning.yaml_keys import DEFAULT_ORDER, REGION_OPTIONS, refuse_unknown
 
 AXES = {
     "tp": "tensor parallel",
@@ -270,15 +270,30 @@ def _stand_in_for_dp(
     return {**sizes, **parts}
 
 
-def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) -> Region:
-    """Megatron's expert region: tp becomes etp, dp becomes edp, the rest but pp folds into edp."""
+def expert_region(
+    dense: Region, order: Sequence[str], ep: object, etp: object, prefix: str
+) -> Region:
+    """Megatron's expert region: tp becomes etp, dp becomes edp, the rest but pp folds into edp.
+
+    Args:
+        order: axes fastest first, with the place of ep.
+        prefix: see `make_region`.
+
+    Raises:
+        SpecError: a size that is none or open, or an argument's order without ep.
+    """
     inherited = "tp" if "tp" in dense.axes else 1
     sizes: dict[str, object] = {"etp": inherited if etp is None else etp, "ep": ep, "edp": -1}
     if "pp" in dense.axes:
         sizes["pp"] = "pp"
-    check_size("ep", ep)
+    check_size(f"{prefix}ep", ep)
     if etp is not None:
-        check_size("etp", etp)
+        check_size(f"{prefix}etp", etp)
+    if "ep" not in order and ep != 1 and not prefix:  # a file's order may leave it out
+        raise SpecError(
+            f"order={'-'.join(order)!r}: axis 'ep' is missing, its size is {ep}; add it, as in "
+            f"{DEFAULT_ORDER}"
+        )
     if ep == -1 or etp == -1:
         raise SpecError(
             f"ep={ep}, etp={etp}: -1 cannot be filled here, edp already fills the expert region; "
@@ -301,9 +316,13 @@ def expert_region(dense: Region, order: Sequence[str], ep: object, etp: object) 
 
 
 def without_experts(
-    sizes: object, regions: Mapping[Any, Any]
+    sizes: object, regions: Mapping[Any, Any], prefix: str
 ) -> tuple[object, tuple[object, object] | None]:
-    """Split ep and etp, which mean what --ep and --etp mean, off the dense axes.
+    """Split ep and etp, which make Megatron's expert region, off the dense axes.
+
+    Args:
+        regions: the other regions, as given.
+        prefix: see `make_region`.
 
     Raises:
         SpecError: a region `expert` is given as well.
@@ -313,16 +332,16 @@ def without_experts(
     key = "ep" if "ep" in sizes else "etp"
     if "expert" in regions:
         raise SpecError(
-            f"axes.{key}={sizes[key]!r}: the region expert is given as well; give {key} there"
+            f"{prefix}{key}={sizes[key]!r}: the region expert is given as well; give {key} there"
         )
     rest = {axis: size for axis, size in sizes.items() if axis not in ("ep", "etp")}
-    ep, etp = check_size("axes.ep", sizes.get("ep", 1)), sizes.get("etp")
+    ep, etp = check_size(f"{prefix}ep", sizes.get("ep", 1)), sizes.get("etp")
     experts = None if ep == 1 and etp is None else (ep, etp)
     return rest or {"dp": -1}, experts
 
 
-def dense_from(sizes: object, order: object) -> Region:
-    """The dense region of a dict; any of Megatron's axes implies all of them."""
+def dense_from(sizes: object, order: object, prefix: str) -> Region:
+    """The dense region of a mapping of sizes; any of Megatron's axes implies all of them."""
     if not isinstance(sizes, Mapping) or not sizes:
         raise SpecError(f"axes={sizes!r}: expected a mapping of axis names to sizes")
     given = dict(sizes)
@@ -337,7 +356,7 @@ def dense_from(sizes: object, order: object) -> Region:
     )  # fmt: skip
     if axes is not None and "ep" not in given:
         axes = [axis for axis in axes if axis != "ep"]  # it only places the expert region
-    return make_region("dense", given, axes, prefix="axes.")
+    return make_region("dense", given, axes, prefix=prefix)
 
 
 def region_from(name: object, entry: object, dense: tuple[str, ...]) -> Region:

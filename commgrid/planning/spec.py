@@ -21,14 +21,15 @@ from commgrid.layout.rank_text import listed_ranks
 from commgrid.layout.ranks import MOST_RANK, as_index, as_ranks, highest_rank
 from commgrid.planning.group import GroupDef, define_groups, find_name
 from commgrid.planning.group_row import UNWANTED, GroupEntry
-from commgrid.planning.region import HSDP, Region, expert_region, make_region, parse_order
+from commgrid.planning.region import HSDP, Region
 from commgrid.planning.spec_checks import (
-    check_choice,
+    canonical,
     check_listed_ranks,
     check_regions_agree,
+    check_word,
     levels_of_groups,
 )
-from commgrid.planning.spec_mapping import as_mapping, read_mapping, read_options
+from commgrid.planning.spec_mapping import as_mapping, read_mapping
 from commgrid.planning.yaml import changed, from_file
 from commgrid.planning.yaml_keys import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS, check_place
 from commgrid.wording import listed, several
@@ -88,7 +89,7 @@ class GridSpec:
                 "share='none': this is now called 'aliases', and the default; expected "
                 f"{', '.join(OPTIONS['share'].words)}"
             )
-        check_choice("share", self.share, {}, self.words)
+        check_word("share", self.share)
         if self.is_resolved and self.world_size > MOST_RANK:
             raise SpecError(f"axes: the sizes make more ranks than there can be, {MOST_RANK}")
         if self.is_resolved and len(self.grid_ranks) != self.world_size:
@@ -102,15 +103,19 @@ class GridSpec:
                     region.resolve(self.world_size, dict(self.regions[0].numbers))
             check_regions_agree(self.regions, self.layouts, self.grid_ranks[0])
         for key in ("create", "connect"):
-            chosen = check_choice(key, getattr(self, key), self.definitions, self.words)
-            object.__setattr__(self, key, chosen)
+            chosen = getattr(self, key)
+            if isinstance(chosen, tuple):
+                object.__setattr__(self, key, canonical(key, chosen, self.definitions, self.words))
+            else:
+                check_word(key, chosen, ", or a list of group names")
         for name in () if isinstance(self.connect, str) else self.connect:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
         if self.is_resolved:
             check_listed_ranks(self.groups, self.grid_ranks, self.layout("dense").ranks)
         check_place(self.place, self.ranks)
-        _ = self.constraints  # what is wrong with it is an error now
+        if self.within or self.groups:  # what is wrong with them is an error now
+            _ = self.constraints
 
     def __str__(self) -> str:
         """A few lines, however many ranks and groups there are.
@@ -171,22 +176,12 @@ class GridSpec:
         Raises:
             SpecError: naming the key that is wrong.
         """
-        sizes: dict[str, object] = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, **axes}
-        placed = parse_order("order", order, [*sizes, "ep"])
-        if "ep" not in placed and ep != 1:
-            raise SpecError(
-                f"order={order!r}: axis 'ep' is missing, its size is {ep}; "
-                f"add it, as in {DEFAULT_ORDER}"
-            )
-        dense = make_region("dense", sizes, [a for a in placed if a != "ep"], prefix="")
-        regions = [dense]
-        if etp is not None or ep != 1:
-            regions.append(expert_region(dense, placed, ep, etp))
-        options = {
-            "create": create, "connect": connect, "share": share, "groups": groups, "ranks": ranks,
-            "within": within, "place": place,
+        config = {
+            "axes": {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "ep": ep, "etp": etp, **axes},
+            "order": order, "create": create, "connect": connect, "share": share, "groups": groups,
+            "ranks": ranks, "within": within, "place": place,
         }  # fmt: skip
-        return cls(tuple(regions), **read_options(options))
+        return cls(**read_mapping(config, arguments=True))
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> GridSpec:

@@ -15,31 +15,37 @@ from commgrid.planning.region import Region
 from commgrid.planning.yaml_keys import OPTIONS
 
 
-def check_choice(
-    key: str,
-    value: str | tuple[str, ...],
-    definitions: Mapping[str, GroupDef],
-    words: names.Words,
-) -> str | tuple[str, ...]:
-    """Return an option's word, or the canonical names of the groups that it lists.
-
-    Without definitions it takes a word only.
+def check_word(key: str, value: object, also: str = "") -> None:
+    """Refuse a value that is no word of the option; `also` tells what else it may be.
 
     Raises:
-        SpecError: another word, or no group of a name.
+        SpecError: it is none.
     """
-    choices = OPTIONS[key].words
-    if isinstance(value, tuple) and definitions:
-        found = [find_name(n, definitions, words) if isinstance(n, str) else None for n in value]
-        for name, canonical in zip(value, found, strict=True):
-            if canonical is None:
-                near = names.nearest(str(name), tuple(definitions))
-                raise SpecError(f"{key}: no group is named {name!r}{near}")
-        return tuple(each or "" for each in found)
-    if value not in choices:
-        listed = f"{', '.join(choices)}{', or a list of group names' if definitions else ''}"
-        raise SpecError(f"{key}={value!r}: expected {listed}{names.nearest(str(value), choices)}")
-    return value
+    words = OPTIONS[key].words
+    if value not in words:
+        near = names.nearest(str(value), words)
+        raise SpecError(f"{key}={value!r}: expected {', '.join(words)}{also}{near}")
+
+
+def canonical(
+    key: str,
+    given: Iterable[object],
+    definitions: Mapping[str, GroupDef],
+    words: names.Words,
+) -> tuple[str, ...]:
+    """Return the canonical names of the groups that an option lists.
+
+    Raises:
+        SpecError: no group of a name.
+    """
+    made = []
+    for name in given:
+        found = find_name(name, definitions, words) if isinstance(name, str) else None
+        if found is None:
+            near = names.nearest(str(name), tuple(definitions))
+            raise SpecError(f"{key}: no group is named {name!r}{near}")
+        made.append(found)
+    return tuple(made)
 
 
 def check_listed_ranks(

@@ -41,20 +41,15 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "create": _names, "connect": _names, "groups": _rows, "ranks": as_ranks,
     "within": parse_within,
 }  # fmt: skip
-"""By option, how a given value becomes the spec's."""
+"""By option, how a given value becomes the spec's field."""
 
 
-def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a spec from values of `OPTIONS`, as a file or `GridSpec.build` has them."""
-    return {
-        key: _READERS[key](value) if key in _READERS else value
-        for key, value in options.items()
-        if value is not None or OPTIONS[key].default is not None  # None is not their default
-    }
+def read_mapping(config: Mapping[str, Any], *, arguments: bool = False) -> dict[str, Any]:
+    """Return the fields of the spec that a mapping describes, of a file or of arguments.
 
-
-def read_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of the spec that a file's mapping describes.
+    Args:
+        config: some of `OPTIONS`; in a file null is the default of any.
+        arguments: whether it holds arguments; messages then name `tp` instead of `axes.tp`.
 
     Raises:
         SpecError: an unknown or missing key, or a value that does not fit.
@@ -72,16 +67,22 @@ def read_mapping(config: Mapping[str, Any]) -> dict[str, Any]:
     given = {} if config.get("regions") is None else config["regions"]
     if not isinstance(given, Mapping):
         raise SpecError(f"regions={given!r}: expected a mapping of region names")
-    axes, experts = without_experts(config["axes"], given)
+    prefix = "" if arguments else "axes."
+    axes, experts = without_experts(config["axes"], given, prefix)
     order = config.get("order")
-    regions = [dense_from(axes, order)]
+    regions = [dense_from(axes, order, prefix)]
     if experts is not None:
-        placed = DEFAULT_ORDER if order is None else order
-        regions.append(expert_region(regions[0], str(placed).split("-"), *experts))
+        placed = DEFAULT_ORDER if order is None else str(order)
+        regions.append(expert_region(regions[0], placed.split("-"), *experts, prefix))
     for name, entry in given.items():
         regions.append(region_from(name, entry, regions[0].axes))
-    rest = {k: v for k, v in config.items() if k not in _OF_REGIONS and v is not None}
-    return {"regions": tuple(regions), **read_options(rest)}
+    read = {
+        key: _READERS[key](value) if key in _READERS else value
+        for key, value in config.items()
+        if key not in _OF_REGIONS
+        and (value is not None or (arguments and OPTIONS[key].default is not None))
+    }
+    return {"regions": tuple(regions), **read}
 
 
 def as_mapping(

@@ -96,9 +96,9 @@ class HyperCommGrid(LiveGroups):
                     key = f"groups.{definition.name}.backend"
                     torch_world.check_backend(key, definition.options.backend)
             check_limits(self._plan, backend or torch_world.world_backend())
-        described = self._spec.to_dict()
+        described = self.spec.to_dict()
         described.pop("ranks", None)  # which the rendezvous compares itself, in fewer words
-        watched = is_wanted(watch, self._spec, backend)
+        watched = is_wanted(watch, self.spec, backend)
         document = {
             "spec": described, "backend": backend, "timeout": limit,
             "versions": torch_world.versions(), "watch": watched,
@@ -162,22 +162,22 @@ class HyperCommGrid(LiveGroups):
             self._create("fake", lambda: 60.0)
             before_ready(self)
             return
-        connects = bool(self._spec.connecting_names)  # of any rank
-        asked = (placement.PHASE,) if placement.needs_hosts(self._spec) else ()
+        connects = bool(self.spec.connecting_names)  # of any rank
+        asked = (placement.PHASE,) if placement.needs_hosts(self.spec) else ()
         watch, unwatched = None, None
         if watched:
             try:
-                key = f"commgrid/watch/{self._name}@{min(self._spec.grid_ranks)}"
+                key = f"commgrid/watch/{self._name}@{min(self.spec.grid_ranks)}"
                 wake = partial(self._wake_waiting, under_way=under_way)
-                watch = prepare(key, self._spec.grid_ranks, self._timeout, wake)
+                watch = prepare(key, self.spec.grid_ranks, self._timeout, wake)
             except CommGridError as error:
                 unwatched = error  # raised, and told to the others, when all have arrived
         try:
             with Rendezvous(
                 torch_world.world_store(),
                 name=self._name,
-                rank=self._rank,
-                ranks=self._spec.grid_ranks,
+                rank=self.rank,
+                ranks=self.spec.grid_ranks,
                 document=document,
                 deadline=deadline,
                 phases=(*asked, *(PHASES if connects else PHASES[1:])),
@@ -190,7 +190,7 @@ class HyperCommGrid(LiveGroups):
                 if watch is not None:
                     watch.connect(f"{self._name} {rendezvous.incarnation}")
                 if asked:
-                    placed = placement.settle(self._spec, rendezvous, self._name, self._rank)
+                    placed = placement.settle(self.spec, rendezvous, self._name, self.rank)
                     self._describe(placed, self._name, self._backend, self._timeout)
                 self._watch = watch
                 with torch_nccl.errors_are_ours() if watched else nullcontext():
@@ -334,7 +334,7 @@ class HyperCommGrid(LiveGroups):
         """
         self._resolve("")
         if self._meshes is None:
-            self._meshes = GridMeshes(self._spec, self._plan.created, self._groups)
+            self._meshes = GridMeshes(self.spec, self._plan.created, self._groups)
         return self._meshes.mesh(names, drop_size_1)
 
     def check(self, timeout: Seconds = 60.0) -> CheckReport:
@@ -351,10 +351,10 @@ class HyperCommGrid(LiveGroups):
         self._resolve("")
         limit, self._checks = as_seconds("timeout", timeout), self._checks + 1
         try:
-            return check_all(self._rank, self._communicators, limit)
+            return check_all(self.rank, self._communicators, limit)
         except PeerTimeoutError as error:
             at = f"commgrid/check/{self.identity}/{self._checks}"
-            missing = missing_ranks(at, self._spec.grid_ranks)
+            missing = missing_ranks(at, self.spec.grid_ranks)
             if not missing:
                 raise
             told = f"{error}; {describe_ranks(missing)} did not come to grid.check"
@@ -384,7 +384,7 @@ class HyperCommGrid(LiveGroups):
         """
         from commgrid.viz.live import show
 
-        return show(self._spec, self._rank, path, names, gpus_per_node)
+        return show(self.spec, self.rank, path, names, gpus_per_node)
 
     def _repr_html_(self) -> str:
         return summary.as_html(self)
@@ -395,4 +395,4 @@ class HyperCommGrid(LiveGroups):
     def __repr__(self) -> str:
         shape = " ".join(f"{axis}={size}" for axis, size in self.shape.items())
         state = ", destroyed" if self._destroyed else ""
-        return f"HyperCommGrid({self._name!r}, {shape}, rank {self._rank}{state})"
+        return f"HyperCommGrid({self._name!r}, {shape}, rank {self.rank}{state})"

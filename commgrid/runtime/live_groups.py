@@ -107,7 +107,7 @@ class LiveGroups(NamedGroups):
     @property
     def identity(self) -> str:
         """A name unlike any other grid's at this store: name, first rank and incarnation."""
-        return f"{self._name}@{self._spec.grid_ranks[0]}/{self._incarnation}"
+        return f"{self._name}@{self.spec.grid_ranks[0]}/{self._incarnation}"
 
     @property
     def communicators(self) -> tuple[Communicator, ...]:
@@ -147,7 +147,7 @@ class LiveGroups(NamedGroups):
 
     def _hold(self, communicator: Communicator) -> None:
         self._communicators.append(communicator)
-        position = communicator.planned.members.index(self._rank)
+        position = communicator.planned.members.index(self.rank)
         for name in communicator.names:
             self._groups[name] = communicator.group
             self._positions[name] = position
@@ -208,12 +208,12 @@ class LiveGroups(NamedGroups):
         """Tell ranks that wait for this one that the grid has ended here."""
         if not self._owns_groups or not self._communicators or not self.is_alive:
             return
-        ranks = tuple(sorted(self._spec.grid_ranks))
+        ranks = tuple(sorted(self.spec.grid_ranks))
         if len(ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
             return
         driver = StoreDriver(torch_world.world_store(), len(ranks))
         with suppress(StoreLostError):  # with the rank that served it
-            driver.run(Failure(failures_of(self.identity), self._rank, ranks).over())
+            driver.run(Failure(failures_of(self.identity), self.rank, ranks).over())
         driver.close()
 
     def abort(self) -> None:
@@ -222,7 +222,7 @@ class LiveGroups(NamedGroups):
         Ranks that wait for this one get an error; on a watched grid it names this rank.
         """
         if self._watch is not None:
-            self._watch.post(f"rank {self._rank} has aborted grid {self._name!r}")
+            self._watch.post(f"rank {self.rank} has aborted grid {self._name!r}")
         self.abort_after_failure()
 
     def abort_after_failure(self) -> None:

@@ -24,22 +24,18 @@ class NamedGroups:
     """
 
     def __init__(self, name: str, spec: GridSpec, rank: int) -> None:
-        self._name, self._spec, self._rank = name, spec, rank
-        self._plan = GroupPlan.for_rank(spec, rank)
-        self._layouts = {r.name: spec.layout(r.name) for r in spec.regions}
+        self._name, self._plan = name, GroupPlan.for_rank(spec, rank)
         self._destroyed = False
         self._groups: dict[str, ProcessGroup] = {}
         self._positions: dict[str, int] = {}
         self._sizes: dict[str, int] = {}
         self._ranks: dict[str, tuple[int, ...]] = {}
-        self._around: dict[tuple[str, int], int] = {}
 
     def _forget(self) -> None:
         self._groups.clear()
         self._positions.clear()
         self._sizes.clear()
         self._ranks.clear()
-        self._around.clear()
 
     # -- what it is ---------------------------------------------------------------------
 
@@ -51,22 +47,22 @@ class NamedGroups:
     @property
     def spec(self) -> GridSpec:
         """The resolved spec."""
-        return self._spec
+        return self._plan.spec
 
     @property
     def rank(self) -> int:
         """This process's global rank."""
-        return self._rank
+        return self._plan.rank
 
     @property
     def world_size(self) -> int:
         """The number of ranks in the grid."""
-        return self._spec.world_size
+        return self.spec.world_size
 
     @property
     def shape(self) -> dict[str, int]:
         """Axis to size, fastest-varying first, of every region."""
-        return {axis: n for layout in self._layouts.values() for axis, n in layout.shape.items()}
+        return self.spec.shape
 
     @property
     def coordinate(self) -> dict[str, int]:
@@ -109,18 +105,17 @@ class NamedGroups:
             raise GridDestroyedError(
                 f"grid {self._name!r} was destroyed; call commgrid.initialize again"
             )
-        return self._spec.resolve_name(name) if name else self._spec.resolve_name()
+        return self.spec.resolve_name(name) if name else self.spec.resolve_name()
 
     def _explain_missing(self, name: str) -> None:
         if name not in self._plan.created:
             raise UnknownGroupError(
                 f"group {name!r} of grid {self._name!r} was not created; add it to create="
             )
-        definition = self._spec.definitions[name]
-        members = tuple(definition.ranks(self._layouts[definition.region], self._rank))
+        members = tuple(self._plan.around(name))
         here = f"which here has ranks {members}" if members else "none of whose lists has it"
         raise NotInGroupError(
-            f"rank {self._rank} is not in group {name!r}, {here}; ask "
+            f"rank {self.rank} is not in group {name!r}, {here}; ask "
             f"grid.is_member({name!r}) first"
         )
 
@@ -137,10 +132,10 @@ class NamedGroups:
 
     def _members(self, name: str) -> Ranks:
         """The group at this rank's place; with `pick=` this rank may not be in it."""
-        definition = self._spec.definitions[self._resolve(name)]
-        found = definition.ranks(self._layouts[definition.region], self._rank)
+        canonical = self._resolve(name)
+        found = self._plan.around(canonical)
         if not found:
-            self._explain_missing(definition.name)
+            self._explain_missing(canonical)
         return found
 
     def size(self, *names: str) -> int:
@@ -167,7 +162,7 @@ class NamedGroups:
             return self._positions[name]
         except KeyError:
             pass
-        return self._positions.setdefault(name, self.get_ranks(name).index(self._rank))
+        return self._positions.setdefault(name, self.get_ranks(name).index(self.rank))
 
     def get_ranks(self, *names: str) -> tuple[int, ...]:
         """The global ranks of this rank's group, in its order, which is the grid's.
@@ -181,15 +176,15 @@ class NamedGroups:
         except KeyError:
             pass
         members = tuple(self._members(name))
-        if self._rank not in members:
+        if self.rank not in members:
             self._explain_missing(self._resolve(name))
         return self._ranks.setdefault(name, members)
 
     def get_all_ranks(self, *names: str) -> tuple[tuple[int, ...], ...]:
         """All groups of that name over the whole grid, ordered by their first ranks' places in it;
         in a grid over a range, by first rank."""
-        definition = self._spec.definitions[self._resolve("_".join(names))]
-        return tuple(definition.all_ranks(self._layouts[definition.region]))
+        definition = self.spec.definitions[self._resolve("_".join(names))]
+        return tuple(definition.all_ranks(self.spec.layout(definition.region)))
 
     # -- parts --------------------------------------------------------------------------
 
@@ -203,18 +198,18 @@ class NamedGroups:
             SpecError: an unknown axis, an index outside it, or axes of two regions.
         """
         self._resolve("")
-        if "dp" in fixed and len(self._spec.words["dp"]) > 1:  # HSDP: the name of both its parts
+        if "dp" in fixed and len(self.spec.words["dp"]) > 1:  # HSDP: the name of both its parts
             replica, shard = divmod(fixed.pop("dp"), self.shape["dp_shard"])
             fixed |= {"dp_replicate": replica, "dp_shard": shard}
-        layouts = [lay for lay in self._layouts.values() if set(fixed) <= set(lay.shape)]
+        layouts = [lay for lay in self.spec.layouts.values() if set(fixed) <= set(lay.shape)]
         if not layouts:
-            known = " | ".join(", ".join(layout.shape) for layout in self._layouts.values())
+            known = " | ".join(", ".join(layout.shape) for layout in self.spec.layouts.values())
             raise SpecError(
                 f"select({', '.join(fixed)}): no region has all of these axes; the regions have "
                 f"{known}"
             )
         kept = [layout.select(**fixed) for layout in layouts]
-        return SubGrid(self._spec, self._rank, self.get_group, kept, fixed)
+        return SubGrid(self.spec, self.rank, self.get_group, kept, fixed)
 
     # -- around a ring ------------------------------------------------------------------
 
@@ -227,12 +222,8 @@ class NamedGroups:
         return self._step("_".join(names), -1)
 
     def _step(self, name: str, by: int) -> int:
-        try:
-            return self._around[name, by]
-        except KeyError:
-            pass
-        ranks, position = self.get_ranks(name), self.get_local_rank(name)
-        return self._around.setdefault((name, by), ranks[(position + by) % len(ranks)])
+        ranks = self.get_ranks(name)
+        return ranks[(self.get_local_rank(name) + by) % len(ranks)]
 
     def is_first(self, *names: str) -> bool:
         """Whether this rank is the first of its group."""

@@ -16,7 +16,6 @@ from commgrid.errors import NotInGridError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.audited import VARIABLE, audit_sizes, audited_grid, spec_over
-from commgrid.planning.plan import GroupPlan
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml_keys import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE
@@ -148,8 +147,9 @@ def initialize(
     if audited is not None and (preset is not None or config is not None):
         spec = spec_over(audited, spec)
     with _registry.reserved(name):
+        given = spec
         if not torch_world.is_initialized():
-            _check_fit(spec)
+            spec = _resolved(spec)
         started = _registry.ensure_world(backend, limit, deadline, watch is not False)
         try:
             left = deadline - time.monotonic()
@@ -175,7 +175,7 @@ def initialize(
             _warn_once(torch_nccl.what_disables_the_watch(_registry.started_world))
         _registry.add(grid)
         _registry.made[name] = Made(
-            spec, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify,
+            given, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify,
             grid.watch,
         )  # fmt: skip
     return grid
@@ -207,13 +207,12 @@ def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _check_fit(spec: GridSpec) -> None:
-    """Raise an error for a spec that cannot fit, before this rank meets others."""
+def _resolved(spec: GridSpec) -> GridSpec:
+    """Return the spec over the launched ranks; one that does not fit is refused before this rank
+    meets others."""
     launch = Launch.from_environment(os.environ)
     try:
-        GroupPlan.for_rank(spec.resolve(launch.world_size), launch.rank)
-    except NotInGridError:
-        pass  # a spare rank; or one process stands for the whole job by mistake
+        return spec.resolve(launch.world_size)
     except SpecError as error:
         if launch.address is not None:
             raise
