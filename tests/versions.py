@@ -36,7 +36,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TORCH = ("2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 NEEDED = ("numpy", "pyyaml")
-"""Beside the group `test`: torch installs without the first, and commgrid is not installed."""
+"""Beside the group `test`: torch installs without the first, commgrid without its requirements."""
 # Not about torch.
 NOT_CORE = ("test_quality.py", "test_sizes.py")
 ROOMS = (
@@ -115,8 +115,8 @@ def paths(everything: bool) -> tuple[str, ...]:
 def environment(folder: Path, version: str, python: str) -> str:
     """The interpreter of an environment with this torch; makes it if need be.
 
-    A configuration of pip's may cap torch, or name builds of it: it is left out. commgrid is not
-    installed: pytest finds it, and its requirements name a range of torch.
+    A configuration of pip's may cap torch, or name builds of it: it is left out. commgrid comes
+    without its requirements, which name a range of torch; pytest finds its plugin there.
     """
     asked = "import sys; print('%d.%d' % sys.version_info[:2])"
     number = subprocess.check_output([python, "-c", asked], text=True).strip()
@@ -131,6 +131,7 @@ def environment(folder: Path, version: str, python: str) -> str:
             install(interpreter, f"torch=={version}", package)
         except subprocess.CalledProcessError as error:
             print(f"   {package} does not install beside torch {version}: {error}", flush=True)
+    install(interpreter, "--no-deps", "--editable", str(ROOT))
     (made / "ready").touch()
     return str(interpreter)
 
