@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import NamedTuple
+import math
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from operator import attrgetter
+from typing import Any, ClassVar, NamedTuple
 
 from commgrid.cost_model.model import Model
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
+from commgrid.planning.region import HSDP
+from commgrid.planning.spec import GridSpec
 from commgrid.wording import several
 
 RECOMPUTE = ("none", "selective", "full")
@@ -52,41 +56,118 @@ class Stages(NamedTuple):
     last: int
 
 
-@dataclass(frozen=True)
-class ParallelConfig:
-    """A grid and how a step is run on it.
+class Sizes(NamedTuple):
+    """Sizes of a grid as a step of a model knows them, 1 where the grid has no such axis.
 
     Args:
-        tp, cp, pp, dp, ep: sizes of the axes.
-        etp: tensor parallel size of experts; None: tp.
-        order: of the axes; one of `ORDERS`, but for a grid that is given.
+        tp, cp, pp, dp, ep: of the axes; dp of all that replicate and shard.
+        expert_tp: tensor parallel size of experts.
+        edp: ranks that hold the same experts.
+        replicas: copies of the shards among the dp ranks, as of HSDP.
+        order: of the axes, as one of `ORDERS` if the axes above 1 are in that order.
+    """
+
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    ep: int
+    expert_tp: int
+    edp: int
+    replicas: int
+    order: str
+
+
+@lru_cache(maxsize=4096)
+def sizes_of(spec: GridSpec) -> Sizes:
+    """The sizes of a resolved spec.
+
+    Raises:
+        SpecError: it has an axis above 1 that a step's model does not know, or copies of experts
+            that HSDP's do not divide.
+    """
+    dense = spec.layout("dense").shape
+    data = [axis for axis in ("dp", *HSDP) if axis in dense]
+    for axis, size in dense.items():
+        if size > 1 and axis not in ("tp", "cp", "pp", "ep", *data):
+            raise SpecError(
+                f"axes.{axis}: a step's model knows tp, cp, ep, dp and pp; leave out --model"
+            )
+    tp, cp, pp = (dense.get(axis, 1) for axis in ("tp", "cp", "pp"))
+    dp = math.prod(dense[axis] for axis in data)
+    ep, expert_tp = 1, tp
+    if "expert" in spec.layouts:
+        expert = spec.layout("expert").shape
+        (inner,) = expert_axes(spec)["etp"]
+        ep, expert_tp = expert.get("ep", 1), expert.get(inner, 1)
+    large = [axis for axis in dense if dense[axis] > 1]
+    order = next(
+        (each for axes in ([*dense], large) for each in ORDERS
+         if [axis for axis in each.split("-") if axis in axes] == axes),
+        spec.order,
+    )  # fmt: skip
+    edp, replicas = tp * cp * dp // (ep * expert_tp), dense.get("dp_replicate", 1)
+    if edp % replicas:
+        raise SpecError(
+            f"dp_replicate={replicas}: does not divide the {edp} ranks with the same experts, so "
+            "that a step's model does not know how experts are sharded"
+        )
+    return Sizes(tp, cp, pp, dp, ep, expert_tp, edp, replicas, order)
+
+
+def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
+    """The axes of a resolved spec's expert region that are etp, ep and edp, by any names.
+
+    `etp` splits an expert, or `tp` where the region has no etp. Stages have pp's ranks.
+    Along all others, such as torchtitan's efsdp and dp_replicate, ranks hold the same experts.
+    """
+    layout, dense = spec.layouts["expert"], spec.layouts["dense"]
+    inner = "etp" if "etp" in layout.shape else "tp"
+    stages = {"pp"}
+    if "pp" in dense.shape:
+        stages |= {axis.name for axis in layout.axes if axis.modes == dense.axis("pp").modes}
+    copies = tuple(axis for axis in layout.shape if axis not in ("ep", inner, *stages))
+    return {"etp": (inner,), "ep": ("ep",), "edp": copies}
+
+
+def _size(name: str) -> Any:
+    """An attribute of a config that is one of `Sizes`."""
+    return property(attrgetter(f"sizes.{name}"))
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """A grid, and how a step is run on it. Its sizes can be read from it as from `Sizes`.
+
+    Args:
+        spec: of the grid, resolved.
         microbatch: sequences that go through a stage at once.
         virtual_stages: of a rank, for the interleaved schedule; 1: plain 1F1B.
         recompute: one of `RECOMPUTE`.
         sequence_parallel: activations between tp's layers are split over tp as well.
         zero_stage: one of `ZERO_STAGES`.
-        dp_replicate: copies of the shards among the dp ranks, as of HSDP.
         gradient_bytes: of one gradient, as summed over data-parallel ranks.
         overlap: data-parallel communication runs behind forward and backward.
         recompute_layers: of a stage, for which `recompute` holds; None: all.
         tp_overlap: collectives of tp run behind the products beside them, in parts.
         dtype, kernels, dispatch, schedule: of `DTYPES`, `KERNELS`, `DISPATCHES`, `SCHEDULES`.
         imbalance: tokens of the fullest rank's experts, over the mean.
+
+    Raises:
+        SpecError: a choice that there is not, or a spec that a step's model does not know.
+
+    Example:
+        >>> config = ParallelConfig.of(tp=8, pp=4, dp=16, microbatch=2)
+        >>> config.world_size, config.shard_size
+        (512, 16)
     """
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
-    ep: int = 1
-    etp: int | None = None
-    order: str = ORDERS[0]
+    spec: GridSpec
     microbatch: int = 1
     virtual_stages: int = 1
     recompute: str = "none"
     sequence_parallel: bool = True
     zero_stage: int = 1
-    dp_replicate: int = 1
     gradient_bytes: int = 4
     overlap: bool = True
     recompute_layers: int | None = None
@@ -97,7 +178,11 @@ class ParallelConfig:
     schedule: str = "1f1b"
     imbalance: float = 1.0
 
+    sizes: Sizes = field(init=False, repr=False, compare=False)
+    """The grid's sizes as a step knows them."""
+
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sizes", sizes_of(self.spec))
         for key, known in _CHOICES.items():
             if getattr(self, key) not in known:
                 raise SpecError(
@@ -112,20 +197,52 @@ class ParallelConfig:
                 "and gradients as well)"
             )
 
-    @cached_property
+    @classmethod
+    def of(
+        cls,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+        order: str = ORDERS[0],
+        dp_replicate: int = 1,
+        **step: Any,
+    ) -> ParallelConfig:
+        """A config on the grid of these sizes.
+
+        Args:
+            tp, cp, pp, dp, ep, etp, order: as `GridSpec.build` takes them.
+            dp_replicate: copies of the shards among the dp ranks; 1: no HSDP.
+            **step: how a step is run, by the fields of `ParallelConfig`.
+
+        Raises:
+            SpecError: the sizes make no grid.
+        """
+        copies: dict[str, Any] = {} if dp_replicate == 1 else {"dp_replicate": dp_replicate}
+        spec = GridSpec.build(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, etp=etp, order=order, **copies)
+        return cls(spec.resolve(tp * cp * pp * dp), **step)
+
+    tp: ClassVar[int] = _size("tp")
+    cp: ClassVar[int] = _size("cp")
+    pp: ClassVar[int] = _size("pp")
+    dp: ClassVar[int] = _size("dp")
+    ep: ClassVar[int] = _size("ep")
+    expert_tp: ClassVar[int] = _size("expert_tp")
+    edp: ClassVar[int] = _size("edp")
+    order: ClassVar[str] = _size("order")
+
+    @property
     def world_size(self) -> int:
         """Ranks of the grid."""
-        return self.tp * self.cp * self.pp * self.dp
+        return self.spec.world_size
 
-    @cached_property
-    def expert_tp(self) -> int:
-        """Tensor parallel size of experts."""
-        return self.tp if self.etp is None else self.etp
-
-    @cached_property
-    def edp(self) -> int:
-        """Ranks that hold the same experts."""
-        return self.tp * self.cp * self.dp // (self.ep * self.expert_tp)
+    @property
+    def dp_replicate(self) -> int:
+        """Copies of the shards among the dp ranks; 1 where nothing is sharded."""
+        return self.sizes.replicas if self.zero_stage else 1
 
     @cached_property
     def shard_size(self) -> int:
@@ -165,7 +282,7 @@ class ParallelConfig:
         first, which have the output layer and the embedding; then the others.
 
         >>> from commgrid.cost_model.model import MODELS
-        >>> ParallelConfig(pp=16).stage_layers(MODELS["llama3-405b"])
+        >>> ParallelConfig.of(pp=16).stage_layers(MODELS["llama3-405b"])
         Stages(first=7, most=8, last=7)
         """
         most = -(-model.layers // self.pp)
@@ -191,25 +308,15 @@ class ParallelConfig:
             return f"tp={tp}: does not divide a rank's {model.sequence // self.cp} tokens"
         if self.pp > model.layers:
             return f"pp={self.pp}: more stages than the {several(model.layers, 'layer')}"
-        if self.dp % self.dp_replicate:
-            return f"dp_replicate={self.dp_replicate}: does not divide dp={self.dp}"
         if model.batch % (self.dp * self.microbatch):
             times = f"times {self.microbatch} sequences of a microbatch"
             return f"dp={self.dp}: {times} does not divide the batch of {model.batch}"
-        if not experts and (self.ep > 1 or self.etp is not None):
-            what = f"ep={self.ep}" if self.ep > 1 else f"etp={self.etp}"
-            return f"{what}: model {model.name!r} has no experts"
+        if not experts and self.ep > 1:
+            return f"ep={self.ep}: model {model.name!r} has no experts"
         if experts and experts % self.ep:
             return f"ep={self.ep}: does not divide {experts} experts"
         if experts and model.expert_width % self.expert_tp:
             return f"etp={self.expert_tp}: does not divide expert_ffn {model.expert_width}"
-        if experts and tp * self.cp * self.dp % (self.ep * self.expert_tp):
-            return f"ep={self.ep}: times etp={self.expert_tp} does not divide tp · cp · dp"
-        if experts and self.edp % self.dp_replicate:
-            return f"dp_replicate={self.dp_replicate}: does not divide edp={self.edp}"
-        if experts and self.order == ORDERS[1] and tp * self.cp != self.ep * self.expert_tp:
-            unless = "experts and the rest have other pp groups, unless tp · cp is ep · etp"
-            return f"order={self.order}: {unless}"
         if self.virtual_stages > 1 and (
             self.pp == 1
             or self.microbatches(model) % self.pp

@@ -12,8 +12,9 @@ from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.collective import as_fabrics, collective_time
 from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import GridPlacement, Spread
+from commgrid.cost_model.placement import GridPlacement, Spread, of_spec
 from commgrid.errors import SpecError
+from commgrid.planning.spec import GridSpec
 
 LINEAR_BYTES = 2
 """Of a number in 16 bits, as activations and weights are sent."""
@@ -93,6 +94,16 @@ class Machine:
     calibration: Calibration
     layers: dict[Hashable, LayerCost] = field(default_factory=dict, compare=False, repr=False)
     times: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
+    placements: dict[GridSpec, GridPlacement] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def placement(self, spec: GridSpec) -> GridPlacement:
+        """Where the ranks of a grid lie, rank r on device r; see `of_spec`."""
+        known = self.placements.get(spec)
+        if known is None:
+            known = self.placements[spec] = of_spec(spec, self.cluster)
+        return known
 
     @cached_property
     def reached(self) -> Cluster:
@@ -212,7 +223,7 @@ def _known(job: Job) -> LayerCost:
     # Grids that differ in pp and dp alone have the same layers, and a search goes through many.
     config, placement = job.config, job.placement
     key = (
-        job.model, config.tp, config.cp, config.ep, config.etp, config.microbatch,
+        job.model, config.tp, config.cp, config.ep, config.expert_tp, config.microbatch,
         config.recompute, config.sequence_parallel, config.gradient_bytes, config.dtype,
         config.kernels, config.dispatch, config.imbalance, config.tp_overlap,
         *(placement.timed(group) for group in ("tp", "cp", "ep", "etp")),

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from commgrid.cost_model.cluster import Cluster, Hosts
 from commgrid.cost_model.collective_form import Span, widest
-from commgrid.cost_model.config import ORDERS, ParallelConfig
+from commgrid.cost_model.config import expert_axes
 from commgrid.errors import SpecError
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.ranks import Mode, RankSet
@@ -232,10 +232,11 @@ class RankPlaces:
 
     def _modes(self, group: GroupDef) -> Axes | None:
         """The axes of a group of numbered ranks; None: its ranks have to be counted."""
-        if not (self._is_numbered and group.is_whole):
+        if not self._is_numbered or group.pick is not None or group.lists is not None:
             return None
         layout = self.spec.layouts[group.region]
-        return tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
+        modes = tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
+        return modes if group.part is None else _within(modes, *group.part)
 
     def leaving(self, group: GroupDef, level: int) -> tuple[Sequence[int], int] | None:
         """The first group that is in several units of a level: its ranks, and how many units; None
@@ -304,6 +305,24 @@ def check_counted(ranks: int) -> None:
         )
 
 
+def _within(modes: Axes, extent: int, stride: int) -> Axes | None:
+    """The axes of the first `extent` positions of a group; None if they are no axes.
+
+    >>> _within(((2, 4), (4, 8)), 4, 1)
+    ((2, 4), (2, 8))
+    """
+    if stride != 1:
+        return None
+    found, left = [], extent
+    for size, at in sorted(modes, key=lambda mode: mode[1]):
+        taken = min(size, left)
+        if size % taken or left % taken:
+            return None
+        found.append((taken, at))
+        left //= taken
+    return tuple(found)
+
+
 def members_of(definition: GroupDef, layout: RankLayout) -> Iterator[Sequence[int]]:
     """The ranks of every group of a name; many times faster than `GroupDef.all_ranks`, in no order
     that is promised."""
@@ -352,21 +371,6 @@ def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> Gri
     return GridPlacement(spans, lambda name: places.load(found[name]))
 
 
-def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
-    """The axes of a resolved spec's expert region that are etp, ep and edp, by any names.
-
-    `etp` splits an expert, or `tp` where the region has no etp. Stages have pp's ranks.
-    Along all others, such as torchtitan's efsdp and dp_replicate, ranks hold the same experts.
-    """
-    layout, dense = spec.layouts["expert"], spec.layouts["dense"]
-    inner = "etp" if "etp" in layout.shape else "tp"
-    stages = {"pp"}
-    if "pp" in dense.shape:
-        stages |= {axis.name for axis in layout.axes if axis.modes == dense.axis("pp").modes}
-    copies = tuple(axis for axis in layout.shape if axis not in ("ep", inner, *stages))
-    return {"etp": (inner,), "ep": ("ep",), "edp": copies}
-
-
 def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
     """The ranks of one copy of experts, over which HSDP shards them."""
     if "dp_replicate" in copies:
@@ -377,42 +381,4 @@ def _shards(spec: GridSpec, copies: tuple[str, ...], replicas: int) -> GroupDef:
             "step's model does not know; put dp_shard before dp_replicate"
         )
     size = math.prod(spec.layouts["expert"].shape[axis] for axis in copies)
-    if size % replicas:
-        raise SpecError(
-            f"dp_replicate={replicas}: does not divide the {size} ranks with the same experts, so "
-            "that a step's model does not know how experts are sharded"
-        )
     return GroupDef("edp_shard", "expert", copies, part=(size // replicas, 1))
-
-
-def of_config(config: ParallelConfig, cluster: Cluster) -> GridPlacement:
-    """The placement of a grid whose ranks are numbered as its order says.
-
-    Raises:
-        SpecError: it is none of `ORDERS`; `of_spec` takes any.
-    """
-    if config.order not in ORDERS:
-        raise SpecError(f"order={config.order!r}: expected {' or '.join(ORDERS)}")
-    first = config.order == ORDERS[0]
-    tp, cp, pp, dp = config.tp, config.cp, config.pp, config.dp
-    dp_stride, pp_stride = (tp * cp, tp * cp * dp) if first else (tp * cp * pp, tp * cp)
-    axes: dict[str, Axes] = {
-        "tp": ((tp, 1),),
-        "cp": ((cp, tp),),
-        "pp": ((pp, pp_stride),),
-        "dp_cp": ((dp, dp_stride), (cp, tp)),
-    }
-    if config.ep > 1 or config.etp is not None:
-        etp, ep = config.expert_tp, config.ep
-        axes["etp"] = ((etp, 1),)
-        axes["ep"] = ((ep, etp),)
-        axes["edp"] = ((config.edp, etp * ep if first else etp * ep * pp),)
-    if (copies := config.dp_replicate) > 1:  # the shards vary faster
-        shard = dp // copies
-        axes["dp_replicate"] = ((copies, dp_stride * shard),)
-        axes["dp_shard_cp"] = ((shard, dp_stride), (cp, tp))
-        if "edp" in axes:
-            axes["edp_shard"] = ((config.expert_shard_size, axes["edp"][0][1]),)
-    world = config.world_size
-    spans = {name: span_of(cluster, along, world) for name, along in axes.items()}
-    return GridPlacement(spans, lambda name: load_along(cluster, axes[name], world))

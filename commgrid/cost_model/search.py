@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from commgrid.cost_model.calibration import CALIBRATION, Calibration
@@ -14,11 +15,11 @@ from commgrid.cost_model.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConf
 from commgrid.cost_model.layer import Job, Machine, layer_cost
 from commgrid.cost_model.memory import Memory, memory_of
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import GridPlacement, of_config
 from commgrid.cost_model.step import StepCost, step_cost
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import MOST_RANK, divisors
+from commgrid.planning.spec import GridSpec
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute", "zero_stage")
@@ -30,16 +31,17 @@ FAR = 1.5
 _COUNTS = (*AXES, "microbatch", "virtual_stages", "dp_replicate", "gradient_bytes")
 
 Fixed = Mapping[str, Any]
-"""Fields of `ParallelConfig` that are given."""
+"""Arguments of `ParallelConfig.of` that are given."""
 
 
 def _check(fixed: Fixed) -> None:
-    known = [field.name for field in fields(ParallelConfig)]
+    step = [field.name for field in fields(ParallelConfig) if field.name not in ("spec", "sizes")]
+    known = [*AXES, "order", "dp_replicate", *step]
     for key, value in fixed.items():
         if key not in known:
             raise SpecError(
-                f"{key}={value!r}: no field of ParallelConfig{nearest(key, known)}; expected some "
-                f"of {', '.join(known)}"
+                f"{key}={value!r}: no argument of ParallelConfig.of{nearest(key, known)}; expected "
+                f"some of {', '.join(known)}"
             )
         is_default = key == "etp" and value is None
         if key in _COUNTS and not is_default and (type(value) is not int or value < 1):
@@ -79,7 +81,7 @@ def search(
 
     Args:
         max_memory: bytes that a rank may need; None: `HEADROOM` of the device's.
-        **fixed: fields of `ParallelConfig` that are given, such as `tp=8` or `zero_stage=3`.
+        **fixed: arguments of `ParallelConfig.of` that are given, such as `tp=8` or `zero_stage=3`.
 
     Raises:
         SpecError: the cluster has no so many devices, no grid is valid, or none fits; says what
@@ -98,7 +100,9 @@ def search(
         )
     request = _Request(model, world_size, cluster, max_memory, fixed)
     cluster.check_world(world_size)
-    searching = _searched(request, calibration, None)
+    searching = _Search(request, Machine(cluster, calibration))
+    for grid in _grids(request, searching.refusals):
+        searching.try_grid(grid)
     if not searching.found:
         _refuse(searching)
     found = sorted(searching.found, key=lambda cost: (cost.seconds, cost.memory.total))
@@ -107,27 +111,32 @@ def search(
 
 def fastest(
     model: Model,
-    placement: GridPlacement,
+    spec: GridSpec,
     cluster: Cluster,
     *,
     max_memory: float | None = None,
-    **fixed: Any,
+    **step: Any,
 ) -> StepCost | None:
     """The fastest way to run a step on a given grid; None: it is valid, and nothing fits.
 
     Args:
-        placement: of the grid's ranks.
-        max_memory, **fixed: as of `search`; sizes that are not given are 1.
+        spec: of the grid, resolved.
+        max_memory: as of `search`.
+        **step: fields of `ParallelConfig` that are given.
 
     Raises:
         SpecError: no way is valid.
     """
-    fixed = {**dict.fromkeys(("tp", "cp", "pp", "dp"), 1), **fixed}
-    _check(fixed)
-    world_size = math.prod(fixed[axis] for axis in ("tp", "cp", "pp", "dp"))
-    searching = _searched(
-        _Request(model, world_size, cluster, max_memory, fixed), CALIBRATION, placement
-    )
+    step.setdefault("zero_stage", 1)
+    grid = ParallelConfig(spec, **step)
+    sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep", "order")}
+    if model.experts:
+        sizes["etp"] = grid.expert_tp
+    if grid.dp_replicate > 1:
+        sizes["dp_replicate"] = grid.dp_replicate
+    request = _Request(model, grid.world_size, cluster, max_memory, {**sizes, **step})
+    searching = _Search(request, Machine(cluster, CALIBRATION))
+    searching.try_grid(grid)
     if not searching.found and searching.smallest is None:
         _refuse(searching)
     return min(searching.found, key=lambda cost: cost.seconds, default=None)
@@ -152,12 +161,24 @@ class _Request:
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise SpecError(f"max_memory={limit!r}: expected bytes above 0")
         _check(self.fixed)
-        _ = self.base  # which checks the rest
+        if self.fixed.get("etp") is not None and not self.model.experts:
+            raise SpecError(
+                f"etp={self.fixed['etp']}: model {self.model.name!r} has no experts; leave it out"
+            )
+        ParallelConfig.of(**self.step)  # which checks the rest
 
-    @cached_property
-    def base(self) -> ParallelConfig:
-        """A config of the given fields."""
-        return ParallelConfig(**self.fixed)
+    @property
+    def step(self) -> dict[str, Any]:
+        """The given fields of `ParallelConfig`."""
+        return {k: v for k, v in self.fixed.items() if k not in (*AXES, "order", "dp_replicate")}
+
+    def configs(self, refusals: dict[str, int], **sizes: Any) -> Iterator[ParallelConfig]:
+        """The one config of these sizes; none where they make no grid, which is counted."""
+        given = {key: self.fixed[key] for key in ("order", "dp_replicate") if key in self.fixed}
+        try:
+            yield ParallelConfig.of(**{**given, **sizes, **self.step})
+        except SpecError as error:
+            refusals[str(error)] = refusals.get(str(error), 0) + 1
 
     @property
     def limit(self) -> float:
@@ -169,25 +190,12 @@ class _Request:
         return [self.fixed[key]] if key in self.fixed else values
 
 
-def _searched(
-    request: _Request, calibration: Calibration, placement: GridPlacement | None
-) -> _Search:
-    searching = _Search(request, Machine(request.cluster, calibration), placement)
-    for grid in _grids(request):
-        searching.try_grid(grid)
-    return searching
-
-
-_Fitting = tuple[ParallelConfig, Memory]
-
-
 @dataclass
 class _Search:
     """The state of a search."""
 
     request: _Request
     machine: Machine
-    placement: GridPlacement | None = None
     found: list[StepCost] = field(default_factory=list)
     best: float = math.inf
     grids: int = 0
@@ -199,6 +207,7 @@ class _Search:
     def try_grid(self, grid: ParallelConfig) -> None:
         """Adds a grid's best way to run a step, where it is valid and fits."""
         best: StepCost | None = None
+        orders: list[GridSpec] = []
         valid = far = False
         for staged in self.zero_stages(grid):
             small = self.state_fits(staged)
@@ -214,11 +223,12 @@ class _Search:
                     continue
                 made = [self.least_recomputed(config) for config in possible]
                 fitting = [each for each in made if each is not None]
-                for placed in self._orders(fitting) if fitting else ():
-                    for config, memory in placed:
-                        cost = self._cost(config, memory)
-                        if best is None or cost.seconds < best.seconds:
-                            best = cost
+                orders = orders or (self._orders(grid) if fitting else [])
+                for spec, (config, memory) in itertools.product(orders, fitting):
+                    same = spec is config.spec
+                    cost = self._cost(config if same else replace(config, spec=spec), memory)
+                    if best is None or cost.seconds < best.seconds:
+                        best = cost
         self.grids += valid
         if best is not None:
             self.found.append(best)
@@ -229,8 +239,7 @@ class _Search:
     def zero_stages(self, grid: ParallelConfig) -> Iterator[ParallelConfig]:
         """A grid with each ZeRO stage to try: 1 and 3, or the given one."""
         copies = grid.dp * grid.cp > 1 or grid.edp > 1
-        stages = (1, 3) if copies and self.placement is None else (1,)
-        for stage in self.request.any("zero_stage", stages):
+        for stage in self.request.any("zero_stage", (1, 3) if copies else (1,)):
             yield replace(grid, zero_stage=stage)
 
     def _is_valid(self, config: ParallelConfig) -> bool:
@@ -260,7 +269,7 @@ class _Search:
 
     def _least(self, config: ParallelConfig) -> float:
         """Seconds that a step takes at the least: those of the fullest stage's layers."""
-        placement = self.placement or of_config(config, self.request.cluster)
+        placement = self.machine.placement(config.spec)
         layer = layer_cost(Job(self.request.model, config, self.machine, placement))
         each = layer.forward_total + layer.backward_total
         return (
@@ -272,24 +281,18 @@ class _Search:
     def _cost(self, config: ParallelConfig, memory: Memory | None) -> StepCost:
         self.evaluated += 1
         return step_cost(
-            self.request.model, config, self.request.cluster, machine=self.machine, memory=memory,
-            placement=self.placement,
-        )  # fmt: skip
+            self.request.model, config, self.request.cluster, machine=self.machine, memory=memory
+        )
 
-    def _orders(self, fitting: list[_Fitting]) -> Iterator[list[_Fitting]]:
-        """The same configs in each order that they may have; it changes no memory."""
-        config = fitting[0][0]
-        if self.placement is not None:  # a grid that is given has its order
-            yield fitting
-            return
-        matters = config.pp > 1 and config.dp > 1
-        for order in self.request.any("order", ORDERS if matters else ORDERS[:1]):
-            if not self._is_valid(replace(config, order=order)):
-                continue
-            if order == config.order:
-                yield fitting
-            else:
-                yield [(replace(each, order=order), memory) for each, memory in fitting]
+    def _orders(self, grid: ParallelConfig) -> list[GridSpec]:
+        """A grid in each order that it may have, which changes no memory."""
+        if grid.pp == 1 or grid.dp == 1 or "order" in self.request.fixed:
+            return [grid.spec]
+        sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+        if self.request.model.experts:
+            sizes["etp"] = grid.expert_tp
+        others = self.request.configs(self.refusals, **sizes, order=ORDERS[1])
+        return [grid.spec, *(other.spec for other in others)]
 
     def least_recomputed(self, config: ParallelConfig) -> tuple[ParallelConfig, Memory] | None:
         """The config with as little computed again as fits, since that only costs time."""
@@ -308,8 +311,12 @@ def memory_limit(cluster: Cluster, max_memory: float | None) -> float:
     return HEADROOM * cluster.accelerator.memory if max_memory is None else max_memory
 
 
-def _grids(request: _Request) -> Iterator[ParallelConfig]:
-    """Every factorisation into axes that may be valid; what never is, is left out early."""
+def _grids(request: _Request, refusals: dict[str, int]) -> Iterator[ParallelConfig]:
+    """Every factorisation into axes that may be valid; what never is, is left out early.
+
+    Args:
+        refusals: counts those that make no grid, by the error.
+    """
     model, fixed, world_size = request.model, request.fixed, request.world_size
     for tp in _sizes(request, "tp", world_size, LARGEST_TP):
         if model.heads % tp and "tp" not in fixed:
@@ -324,21 +331,23 @@ def _grids(request: _Request) -> Iterator[ParallelConfig]:
                     continue
                 if fixed.get("dp", dp) != dp:
                     continue
-                yield from _expert_grids(request, replace(request.base, tp=tp, cp=cp, pp=pp, dp=dp))
+                sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": dp}
+                for experts in _experts(request, tp, tp * cp * dp):
+                    yield from request.configs(refusals, **sizes, **experts)
 
 
-def _expert_grids(request: _Request, base: ParallelConfig) -> Iterator[ParallelConfig]:
+def _experts(request: _Request, tp: int, inner: int) -> Iterator[dict[str, Any]]:
+    """Sizes of the expert region over `inner` ranks of a stage; none for a dense model."""
     model, fixed = request.model, request.fixed
-    if not model.experts:
-        yield base  # which says that there are no experts, where some are asked for
+    if not model.experts:  # where some are asked for, the config says that there are none
+        yield {axis: fixed[axis] for axis in ("ep", "etp") if axis in fixed}
         return
-    inner = base.tp * base.cp * base.dp
     for ep in _sizes(request, "ep", inner, model.experts):
         if model.experts % ep and "ep" not in fixed:
             continue
-        for etp in request.any("etp", sorted({1, base.tp})):
+        for etp in request.any("etp", sorted({1, tp})):
             if inner % (ep * etp) == 0 or "etp" in fixed:
-                yield replace(base, ep=ep, etp=etp)
+                yield {"ep": ep, "etp": etp}
 
 
 def _sizes(request: _Request, axis: str, whole: int, most: int) -> Sequence[int]:
@@ -377,7 +386,8 @@ def _ways(request: _Request, grid: ParallelConfig) -> Iterator[list[ParallelConf
 def _first_fit(request: _Request) -> ParallelConfig | None:
     """Any config that is valid and fits; None where there is none."""
     searching = _Search(request, Machine(request.cluster, CALIBRATION))
-    for grid in (staged for one in _grids(request) for staged in searching.zero_stages(one)):
+    grids = _grids(request, searching.refusals)
+    for grid in (staged for one in grids for staged in searching.zero_stages(one)):
         if not searching.state_fits(grid):
             continue
         for config in (config for ways in _ways(request, grid) for config in ways):
@@ -431,7 +441,7 @@ def _what_would(request: _Request) -> list[str]:
     fitting = {change: _first_fit(tried) for change, tried in changes.items()}
     told = [f"{change} {describe(found)} fits" for change, found in fitting.items() if found]
     times = 2
-    while not told and times <= _MOST_DEVICES:
+    while not told and times <= min(_MOST_DEVICES, MOST_RANK // request.world_size):
         found = _first_fit(replace(_without(request, "dp"), world_size=times * request.world_size))
         if found is not None:
             told.append(f"on {times * request.world_size:,} devices {describe(found)} fits")
@@ -448,7 +458,7 @@ def _without(request: _Request, field: str) -> _Request:
 def describe(config: ParallelConfig) -> str:
     """A grid's sizes above 1.
 
-    >>> describe(ParallelConfig(tp=8, pp=4, dp=16))
+    >>> describe(ParallelConfig.of(tp=8, pp=4, dp=16))
     'tp 8 · pp 4 · dp 16'
     """
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "etp"}

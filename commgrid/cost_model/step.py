@@ -24,7 +24,7 @@ from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
 from commgrid.cost_model.memory import Memory, fullest_parameters, memory_of
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import GridPlacement, Spread, of_config
+from commgrid.cost_model.placement import GridPlacement, Spread
 from commgrid.errors import SpecError
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
@@ -138,16 +138,15 @@ def step_cost(
     Args:
         machine: of cluster and calibration, kept by who reckons many steps; None: a new one.
         memory: where it is known.
-        placement: of a grid, from `placement.of_spec`; None: of ranks that are numbered as the
-            config's order says.
+        placement: of the grid's ranks; None: rank r runs on device r.
 
     Raises:
-        SpecError: the model cannot run so.
+        SpecError: the model cannot run so, or the ranks do not fill the cluster's nodes.
     """
     if machine is None and (why := config.refusal(model)):
         raise SpecError(why)
     machine = machine or Machine(cluster, calibration)
-    job = Job(model, config, machine, placement or of_config(config, cluster))
+    job = Job(model, config, machine, placement or machine.placement(config.spec))
     terms = tuple(_terms(job, layer_cost(job)))
     memory = memory or memory_of(model, config)
     return StepCost(model, config, cluster, job.placement, terms, memory, machine.calibration)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 Words = Mapping[str, tuple[str, ...]]
 """Words of group names, each with its axes: an axis, or `dp` for its parts."""
@@ -37,16 +38,19 @@ def _readings(
             yield from _readings(tokens[len(spelled) :], words, used | set(axes))
 
 
-def ambiguity(words: Words) -> tuple[str, frozenset[str], frozenset[str]] | None:
+@lru_cache(maxsize=256)
+def ambiguity(
+    words: tuple[tuple[str, tuple[str, ...]], ...],
+) -> tuple[str, frozenset[str], frozenset[str]] | None:
     """A name that spells two different sets of axes, if there is one.
 
     Grows two spellings side by side, always the shorter one, until they meet; only
     words that contain an underscore can ever make them meet.
 
-    >>> ambiguity({"a": ("a",), "b": ("b",), "a_b": ("a_b",)})[0]
+    >>> ambiguity((("a", ("a",)), ("b", ("b",)), ("a_b", ("a_b",))))[0]
     'a_b'
     """
-    spelled = {word: tuple(word.split("_")) for word in words}
+    spelled = {word: tuple(word.split("_")) for word, _ in words}
     State = tuple[tuple[str, ...], tuple[str, ...], frozenset[str], frozenset[str]]
     start: State = ((), (), frozenset(), frozenset())
     stack = [start]
@@ -56,7 +60,7 @@ def ambiguity(words: Words) -> tuple[str, frozenset[str], frozenset[str]] | None
             if used != other:
                 return "_".join(shorter), used, other
             continue
-        for word, axes in words.items():
+        for word, axes in words:
             grown = shorter + spelled[word]
             common = min(len(grown), len(longer))
             if grown[:common] != longer[:common] or not used.isdisjoint(axes):

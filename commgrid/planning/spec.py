@@ -77,7 +77,7 @@ class GridSpec:
     def __post_init__(self) -> None:
         if self.ranks is not None:
             object.__setattr__(self, "ranks", as_ranks(self.ranks))
-        found = names.ambiguity(self.words)
+        found = names.ambiguity(tuple(self.words.items()))
         if found:
             name, one, other = found
             raise SpecError(

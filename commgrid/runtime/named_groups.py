@@ -115,8 +115,7 @@ class NamedGroups:
         members = tuple(self._plan.around(name))
         here = f"which here has ranks {members}" if members else "none of whose lists has it"
         raise NotInGroupError(
-            f"rank {self.rank} is not in group {name!r}, {here}; ask "
-            f"grid.is_member({name!r}) first"
+            f"rank {self.rank} is not in group {name!r}, {here}; ask grid.is_member({name!r}) first"
         )
 
     def is_member(self, *names: str) -> bool:

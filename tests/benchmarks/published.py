@@ -118,7 +118,7 @@ def _recent(section: dict[str, Any], row: dict[str, Any]) -> Run:
     model = replace(MODELS[row["model"]], batch=row["batch"], sequence=row["sequence"])
     inner = row["tp"] * row["cp"] * row["pp"]
     keys = ("tp", "cp", "pp", "microbatch", "recompute", "dtype", "kernels", "zero_stage")
-    config = ParallelConfig(
+    config = ParallelConfig.of(
         dp=row["gpus"] // inner, ep=row.get("ep", 1), etp=1 if model.experts else None,
         dispatch=row.get("dispatch", "rows"), tp_overlap=row.get("tp_overlap", False),
         **{key: row[key] for key in keys},
@@ -147,7 +147,7 @@ def _gpt(section: dict[str, Any], row: dict[str, Any]) -> Run:
         section["vocabulary"], section["sequence"], row["batch"], biases=True, dropout=True,
         tied=True, attention="plain",
     )  # fmt: skip
-    config = ParallelConfig(
+    config = ParallelConfig.of(
         tp=row["tp"], pp=row["pp"], dp=row["gpus"] // row["tp"] // row["pp"],
         recompute="full" if old else "selective", sequence_parallel=not old, zero_stage=0,
         gradient_bytes=2 if old else 4, overlap=False,
@@ -172,7 +172,7 @@ def _llama(section: dict[str, Any], row: dict[str, Any]) -> Run:
     model = replace(
         MODELS["llama3-405b"], sequence=row["sequence"], batch=row["batch_per_dp"] * row["dp"]
     )
-    config = ParallelConfig(tp=row["tp"], cp=row["cp"], pp=row["pp"], dp=row["dp"])
+    config = ParallelConfig.of(tp=row["tp"], cp=row["cp"], pp=row["pp"], dp=row["dp"])
     causal = model.flops_per_token - 1.5 * model.layers * model.score_flops
     seconds = causal * model.tokens / row["gpus"] / row["tflops_per_gpu"] / 1e12
     return Run(
@@ -183,7 +183,7 @@ def _llama(section: dict[str, Any], row: dict[str, Any]) -> Run:
 
 def _nemotron(section: dict[str, Any], row: dict[str, Any]) -> Run:
     model = replace(MODELS["nemotron-4-340b"], batch=row["batch"])
-    config = ParallelConfig(tp=row["tp"], pp=row["pp"], dp=row["dp"])
+    config = ParallelConfig.of(tp=row["tp"], pp=row["pp"], dp=row["dp"])
     return Run(
         "Nemotron-4 340B", model, config, (1, 2, 4), None, None, _cluster(section), row["step_s"],
     )  # fmt: skip
@@ -191,7 +191,7 @@ def _nemotron(section: dict[str, Any], row: dict[str, Any]) -> Run:
 
 def _experts(section: dict[str, Any], row: dict[str, Any]) -> Run:
     model = replace(MODELS[section["model"]], batch=row["batch"])
-    config = ParallelConfig(
+    config = ParallelConfig.of(
         tp=row["tp"], pp=row["pp"], dp=row["dp"], ep=row["ep"], etp=row["etp"],
         microbatch=row["microbatch"], recompute=row["recompute"],
         dispatch=section.get("dispatch", "rows"),

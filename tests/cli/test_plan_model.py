@@ -51,7 +51,7 @@ def test_the_last_lines_start_the_best_grid(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_experts_and_order_are_started_too() -> None:
-    choice = ParallelConfig(tp=2, pp=4, dp=4, ep=2, etp=1, order=ORDERS[1])
+    choice = ParallelConfig.of(tp=2, pp=4, dp=4, ep=2, etp=1, order=ORDERS[1])
     command, code = start_lines(choice)
     assert command == (
         "commgrid plan --tp 2 --pp 4 --ep 2 --etp 1 --order tp-cp-ep-pp-dp --world-size 32"

@@ -3,6 +3,7 @@
 import itertools
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -30,14 +31,18 @@ def brute(model: Model, world: int, cluster: Cluster, limit: float) -> dict[str,
     for tp, cp, pp, ep in itertools.product(sizes, sizes, sizes, sizes if model.experts else [1]):
         if world % (tp * cp * pp):
             continue
-        ways = itertools.product(
-            (1, 2, 4, 8, 16), range(1, 13), RECOMPUTE, ORDERS,
-            sorted({1, tp}) if model.experts else [None], (1, 3),
-        )  # fmt: skip
-        for microbatch, virtual_stages, recompute, order, etp, zero_stage in ways:
-            config = ParallelConfig(
-                tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp), ep=ep, etp=etp, order=order,
-                microbatch=microbatch, virtual_stages=virtual_stages, recompute=recompute,
+        grids = []
+        for etp, order in itertools.product(sorted({1, tp}) if model.experts else [None], ORDERS):
+            with suppress(SpecError):  # it is no grid
+                grids.append(
+                    ParallelConfig.of(
+                        tp=tp, cp=cp, pp=pp, dp=world // (tp * cp * pp), ep=ep, etp=etp, order=order
+                    )
+                )
+        ways = itertools.product((1, 2, 4, 8, 16), range(1, 13), RECOMPUTE, grids, (1, 3))
+        for microbatch, virtual_stages, recompute, grid, zero_stage in ways:
+            config = replace(
+                grid, microbatch=microbatch, virtual_stages=virtual_stages, recompute=recompute,
                 zero_stage=zero_stage,
             )  # fmt: skip
             if config.refusal(model) is None:
@@ -211,7 +216,7 @@ def test_what_cannot_be_given_is_refused() -> None:
         ({"recompute": "ful"}, r"recompute='ful': .*; did you mean 'full'\?"),
         ({"zero_stage": 2}, "zero_stage=2: expected 0, 1"),
         ({"order": "dp-tp"}, "order='dp-tp': expected tp-cp-ep-dp-pp"),
-        ({"microbatches": 2}, "microbatches=2: no field of ParallelConfig; did you mean"),
+        ({"microbatches": 2}, "microbatches=2: no argument of ParallelConfig.of; did you mean"),
     ):
         with pytest.raises(SpecError, match=said):
             search(model, 64, H100, **given)

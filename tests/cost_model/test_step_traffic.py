@@ -21,7 +21,7 @@ H100 = CLUSTERS["h100"]
 
 def of(model: str, **config: int | str) -> dict[str, StepTraffic]:
     given = GPT if model == "gpt" else find_model(model)
-    cost = step_cost(given, ParallelConfig(**config), H100)  # type: ignore[arg-type]
+    cost = step_cost(given, ParallelConfig.of(**config), H100)  # type: ignore[arg-type]
     return {each.name: each for each in traffic(cost)}
 
 
@@ -79,7 +79,7 @@ def test_a_link_carries_what_the_groups_that_cross_it_send(
     spec = GridSpec.build(**sizes, order="tp-cp-ep-dp-pp").resolve(math.prod(sizes.values()))
     at_once = find_crossings(spec, runs_on)[name].at_once
     model = replace(find_model("llama3-70b"), batch=96)
-    cost = step_cost(model, ParallelConfig(**sizes), runs_on)  # type: ignore[arg-type]
+    cost = step_cost(model, ParallelConfig.of(**sizes), runs_on)  # type: ignore[arg-type]
     for placed in (cost, replace(cost, placement=of_spec(spec, runs_on))):
         (found,) = [each for each in traffic(placed) if each.name == name]
         assert found.link == pytest.approx(at_once * found.sent)
@@ -88,7 +88,7 @@ def test_a_link_carries_what_the_groups_that_cross_it_send(
 def test_experts_send_their_tokens_there_and_back() -> None:
     """top_k copies of 16-bit tokens, to experts and from them, forward and backward."""
     model = find_model("mixtral-8x22b")
-    config = ParallelConfig(tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)
+    config = ParallelConfig.of(tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)
     found = of("mixtral-8x22b", tp=2, ep=8, etp=1, pp=4, dp=16, microbatch=1)["ep"]
     copies = model.sequence / 2 * model.top_k * model.hidden * 2
     layers, count = model.layers / 4, config.microbatches(model)

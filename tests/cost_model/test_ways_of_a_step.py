@@ -14,7 +14,7 @@ from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.layer import Job, LayerCost, Machine, layer_cost
 from commgrid.cost_model.memory import memory_of
 from commgrid.cost_model.model import MODELS, Model
-from commgrid.cost_model.placement import of_config
+from commgrid.cost_model.placement import of_spec
 from commgrid.cost_model.search import search
 from commgrid.cost_model.step import StepCost, beyond, step_cost, traffic
 from commgrid.errors import SpecError
@@ -26,12 +26,12 @@ QWEN = replace(MODELS["qwen3-235b-a22b"], batch=64)
 
 
 def step(model: Model = LLAMA, kind: str = "h100", **config: Any) -> StepCost:
-    return step_cost(model, ParallelConfig(**config), CLUSTERS[kind])
+    return step_cost(model, ParallelConfig.of(**config), CLUSTERS[kind])
 
 
 def layer(model: Model = LLAMA, **config: Any) -> LayerCost:
-    made = ParallelConfig(**config)
-    return layer_cost(Job(model, made, Machine(H100, CALIBRATION), of_config(made, H100)))
+    made = ParallelConfig.of(**config)
+    return layer_cost(Job(model, made, Machine(H100, CALIBRATION), of_spec(made.spec, H100)))
 
 
 def test_8_bits_take_half_of_large_products_and_casts() -> None:
@@ -79,7 +79,7 @@ def test_context_parallelism_is_not_free_in_a_node() -> None:
     seconds = [step(cp=cp, dp=8 // cp, zero_stage=3).seconds for cp in (1, 2, 4, 8)]
     assert seconds == sorted(set(seconds))
     slow = replace(H100, levels=(replace(H100.levels[0], bandwidth=2e9), H100.levels[1]))
-    long, config = replace(LLAMA, sequence=1 << 15), ParallelConfig(cp=4)
+    long, config = replace(LLAMA, sequence=1 << 15), ParallelConfig.of(cp=4)
     uncovered = step_cost(long, config, slow).parts["cp"]
     made = layer(long, cp=4)
     assert made.collectives[0].forward == 0.0  # at 450 GB/s all is hidden
@@ -102,7 +102,7 @@ def test_an_unequal_load_is_the_fullest_ranks() -> None:
     for one, two in zip(equal.collectives, more.collectives, strict=True):
         assert two.bytes == pytest.approx(1.2 * one.bytes)
     with pytest.raises(SpecError, match=r"imbalance=0.9: expected a number from 1 on"):
-        ParallelConfig(imbalance=0.9)
+        ParallelConfig.of(imbalance=0.9)
 
 
 def test_a_part_of_the_layers_is_computed_again() -> None:
@@ -145,7 +145,7 @@ def test_deepseeks_numbers() -> None:
     more = replace(model, mtp_layers=1)
     assert more.parameters / 1e9 == pytest.approx(683, rel=3e-3)  # 14 with the shared embedding
     assert more.flops_per_token > model.flops_per_token
-    whole = memory_of(replace(model, batch=64), ParallelConfig(dp=64, ep=64, etp=1))
+    whole = memory_of(replace(model, batch=64), ParallelConfig.of(dp=64, ep=64, etp=1))
     experts = (61 - 3) * 256 / 64 * model.expert_parameters
     weights = next(t for t in whole.terms if t.part == "weights" and t.what.startswith("experts"))
     assert weights.number == experts
@@ -155,7 +155,7 @@ def test_a_window_cuts_the_keys_that_a_query_sees() -> None:
     model = replace(MODELS["gpt-oss-120b"], batch=64)
     assert model.parameters / 1e9 == pytest.approx(116.8, rel=2e-3)
     assert model.seen == (2048 + 128) / 2
-    assert "sliding windows" in beyond(model, ParallelConfig())
+    assert "sliding windows" in beyond(model, ParallelConfig.of())
     assert step(model, dp=8, ep=8, etp=1).seconds < step(
         replace(model, window=0, windowed=None), dp=8, ep=8, etp=1
     ).seconds  # fmt: skip

@@ -46,10 +46,7 @@ WRONG: dict[str, Callable[[], object]] = {
         SMALL, 9 * 999999999999, H100
     ),
     "max_memory='80': expected bytes": lambda: search(SMALL, 8, H100, max_memory="80"),  # type: ignore[arg-type]
-    "dp=2048: times 1 sequences": lambda: step_cost(SMALL, ParallelConfig(dp=2048), H100),
-    "order='dp-tp': expected tp-cp-ep-dp-pp or": lambda: step_cost(
-        SMALL, ParallelConfig(tp=8, order="dp-tp"), H100
-    ),
+    "dp=2048: times 1 sequences": lambda: step_cost(SMALL, ParallelConfig.of(dp=2048), H100),
     "1024 bytes in 0 s; expected both above 0": lambda: fit([measured(seconds=0)], H100),
     "0 bytes in 0.001 s; expected both": lambda: fit([measured(size=0)], H100),
     "1024 bytes in nan s; expected both": lambda: fit([measured(seconds=math.nan)], H100),
@@ -63,7 +60,7 @@ WRONG: dict[str, Callable[[], object]] = {
         "all_reduce", 1e6, (8, 1), nodes_of(8)
     ),
     "cluster 'nodes': its device is not known": lambda: step_cost(
-        SMALL, ParallelConfig(tp=8), nodes_of(8)
+        SMALL, ParallelConfig.of(tp=8), nodes_of(8)
     ),
     "open sizes (-1); call spec.resolve": lambda: of_spec(GridSpec.build(tp=2), H100),
 }
@@ -81,8 +78,7 @@ def test_copies_that_do_not_divide_dp_are_left_out() -> None:
 
 
 def test_sizes_that_are_not_given_are_1() -> None:
-    placement = of_spec(GridSpec.build(tp=8).resolve(8), H100)
-    cost = fastest(SMALL, placement, H100, tp=8)
+    cost = fastest(SMALL, GridSpec.build(tp=8).resolve(8), H100)
     assert cost is not None
     assert (cost.config.tp, cost.config.world_size) == (8, 8)
 
@@ -92,7 +88,7 @@ def test_sizes_that_are_not_given_are_1() -> None:
 )
 def test_the_mfu_follows_from_the_numbers_that_are_shown(name: str, sizes: dict[str, int]) -> None:
     """Its operations had three digits, which gave 40.0% for 39.9%."""
-    cost = step_cost(MODELS[name], ParallelConfig(**sizes, recompute="full"), H100)  # type: ignore[arg-type]
+    cost = step_cost(MODELS[name], ParallelConfig.of(**sizes, recompute="full"), H100)  # type: ignore[arg-type]
     shown = {each.name: each for each in why(cost)}
     tokens = float(shown["tokens/s"].value.replace(",", ""))
     numbers = re.findall(r"[\d,.]+(?:e\+\d+)?", shown["MFU"].formula)

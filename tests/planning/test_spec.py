@@ -182,7 +182,7 @@ def test_ambiguity_equals_enumeration(axes: list[str]) -> None:
         for order in permutations(axes, count):
             meanings.setdefault("_".join(order), set()).add(frozenset(order))
     clash = any(len(found) > 1 for found in meanings.values())
-    found = ambiguity({axis: (axis,) for axis in axes})
+    found = ambiguity(tuple((axis, (axis,)) for axis in axes))
     assert (found is not None) == clash
     if found:
         name, one, other = found

@@ -24,7 +24,6 @@ from commgrid.cost_model.config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.cost_model.crossing import check_within
 from commgrid.cost_model.memory import MEMORY_PARTS
 from commgrid.cost_model.model import MODELS, Model, find_model
-from commgrid.cost_model.placement import expert_axes, of_spec
 from commgrid.cost_model.search import AXES, Found, describe, fastest, memory_limit, search
 from commgrid.cost_model.step import StepCost, beyond, traffic
 from commgrid.cost_model.why import NAMES, as_lines, limits, why, why_worse
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace, groups: Callable[[GridSpec, Cluster], str]) ->
     found = search(model, args.world_size, cluster, max_memory=max_memory, **fixed)
     limit, top = memory_limit(cluster, max_memory), args.top or 5
     best = found.best[0].config
-    _write(args, spec_of(best, model), found.best[:top], _comment(args, best))
+    _write(args, GridSpec.build(**asked(best)), found.best[:top], _comment(args, best))
     give(
         args,
         lambda: {**_about(model, cluster, args.world_size, limit), **_found_json(found, top),
@@ -142,47 +141,14 @@ def given_step(
             where the grid has dp_shard, as FSDP and HSDP do, unless it is given.
     """
     fixed.setdefault("zero_stage", 3 if spec.shape.get("dp_shard", 1) > 1 else 1)
-    if fixed["zero_stage"]:
-        fixed["dp_replicate"] = spec.shape.get("dp_replicate", 1)
-    fixed |= {"order": _order(spec), **_sizes(spec, model)}
-    placement = of_spec(spec, cluster)
     for limit in dict.fromkeys((max_memory, max_memory or cluster.accelerator.memory)):
-        found = fastest(model, placement, cluster, max_memory=limit, **fixed)
+        found = fastest(model, spec, cluster, max_memory=limit, **fixed)
         if found is not None:
             return found
     least = {"recompute": RECOMPUTE[-1], "microbatch": 1, "virtual_stages": 1, **fixed}
-    found = fastest(model, placement, cluster, max_memory=math.inf, **least)
+    found = fastest(model, spec, cluster, max_memory=math.inf, **least)
     assert found is not None  # any memory is enough
     return found
-
-
-def _sizes(spec: GridSpec, model: Model) -> dict[str, Any]:
-    """The sizes and order of a grid, as a step's model knows them."""
-    regions = {region.name: dict(region.numbers) for region in spec.regions}
-    dense = dict(regions["dense"])
-    sizes: dict[str, Any] = {axis: dense.pop(axis, 1) for axis in ("tp", "cp", "pp")}
-    sizes["dp"] = math.prod(
-        dense.pop(axis) for axis in ("dp", "dp_replicate", "dp_shard") if axis in dense
-    )
-    if other := [axis for axis, size in dense.items() if size > 1 and axis != "ep"]:
-        raise SpecError(
-            f"axes.{other[0]}: a step's model knows tp, cp, ep, dp and pp; leave out --model"
-        )
-    if "expert" in regions and (model.experts or regions["expert"].get("ep", 1) > 1):
-        (inner,) = expert_axes(spec)["etp"]
-        sizes |= {"ep": regions["expert"].get("ep", 1), "etp": regions["expert"].get(inner, 1)}
-    else:  # experts are split over tp as all else is
-        sizes |= {"ep": 1, "etp": sizes["tp"]} if model.experts else {"ep": 1}
-    return sizes
-
-
-def _order(spec: GridSpec) -> str:
-    """The order of a grid, spelled as one of `ORDERS` if it is that of the axes above 1."""
-    large = [axis for axis, size in spec.regions[0].numbers if size > 1]
-    for order in ORDERS:
-        if [axis for axis in order.split("-") if axis in large] == large:
-            return order
-    return spec.order
 
 
 # ---- text ---------------------------------------------------------------------------------------
@@ -211,12 +177,17 @@ def found_text(found: Found, limit: float, top: int) -> list[str]:
     return lines
 
 
-def spec_of(config: ParallelConfig, model: Model) -> GridSpec:
-    """The grid of a config, dp still open."""
-    sizes: dict[str, Any] = {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "ep")}
-    if model.experts and (config.ep > 1 or config.expert_tp != config.tp):
-        sizes["etp"] = config.expert_tp
-    return GridSpec.build(**sizes, order=config.order)
+def asked(config: ParallelConfig, **data: int) -> dict[str, Any]:
+    """The arguments of `initialize` that make a config's grid; dp fills the ranks, or is `data`."""
+    given: dict[str, Any] = {
+        axis: size for axis in ("tp", "cp", "pp", "ep") if (size := getattr(config, axis)) > 1
+    }
+    if config.expert_tp != config.tp or config.ep > 1:
+        given["etp"] = config.expert_tp
+    given |= data
+    if config.order != ORDERS[0] and config.pp > 1:
+        given["order"] = config.order
+    return given
 
 
 def job_flags(args: argparse.Namespace) -> str:
@@ -260,15 +231,8 @@ def start_lines(config: ParallelConfig, job: str = "", file: str = "") -> list[s
         job: flags of the model and the cluster, from `job_flags`; then how a step is run follows.
         file: with the grid, in place of its sizes.
     """
-    sizes = {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "ep")}
-    given = {axis: str(size) for axis, size in sizes.items() if size > 1}
-    if config.expert_tp != config.tp or config.ep > 1:
-        given["etp"] = str(config.expert_tp)
-    order = config.order != ParallelConfig().order and config.pp > 1
-    flags = "".join(f" --{axis} {size}" for axis, size in given.items())
-    code = "".join(f"{axis}={size}, " for axis, size in given.items()) + f"dp={config.dp}"
-    if order:
-        flags, code = f"{flags} --order {config.order}", f"{code}, order={config.order!r}"
+    flags = "".join(f" --{key} {value}" for key, value in asked(config).items())
+    code = ", ".join(f"{key}={value!r}" for key, value in asked(config, dp=config.dp).items())
     if file:
         flags, code = f" {shlex.quote(file)}", f"config={file!r}"
     way = f" --microbatch {config.microbatch} --recompute {config.recompute}" if job else ""
@@ -377,7 +341,7 @@ def _way(cost: StepCost) -> str:
         told.append(f"ZeRO stage {config.zero_stage}")
     if config.dp_replicate > 1:
         told.append(f"over {config.shard_size} ranks, {config.dp_replicate} copies")
-    if config.order != ParallelConfig().order and config.pp > 1:
+    if config.order != ORDERS[0] and config.pp > 1:
         told.append(f"order {config.order}")
     return ", ".join(told)
 
