@@ -13,6 +13,7 @@ from commgrid.cost_model.collective import as_fabrics, collective_time
 from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import Model
 from commgrid.cost_model.placement import GridPlacement, Spread, of_spec
+from commgrid.cost_model.term import Term
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec
 
@@ -21,43 +22,18 @@ LINEAR_BYTES = 2
 
 
 @dataclass(frozen=True)
-class Collective:
-    """A collective of a layer.
-
-    Args:
-        part: of the step, such as `tp`.
-        group: whose, by name.
-        collective, bytes: as `collective_time` takes them.
-        ranks: that take part.
-        spread: of the group over the cluster's levels.
-        times: how often in forward and backward of one microbatch.
-        forward, backward: seconds of all of them that nothing hides.
-    """
-
-    part: str
-    group: str
-    collective: str
-    bytes: float
-    ranks: int
-    spread: Spread
-    times: float
-    forward: float
-    backward: float
-
-
-@dataclass(frozen=True)
 class LayerCost:
     """One layer and one microbatch.
 
     Args:
         forward, backward: seconds of its kernels, what is computed again included in the backward.
-        collectives: its collectives.
+        collectives: its terms that communicate.
         by_weight: seconds of the backward that no other stage waits for: of weights' gradients.
     """
 
     forward: float
     backward: float
-    collectives: tuple[Collective, ...]
+    collectives: tuple[Term, ...]
     by_weight: float = 0.0
 
     def mixed(self, other: LayerCost, share: float) -> LayerCost:
@@ -68,7 +44,7 @@ class LayerCost:
 
         collectives = tuple(
             replace(
-                one, times=mean(one.times, two.times), forward=mean(one.forward, two.forward),
+                one, sends=mean(one.sends, two.sends), forward=mean(one.forward, two.forward),
                 backward=mean(one.backward, two.backward),
             )
             for one, two in zip(self.collectives, other.collectives, strict=True)
@@ -366,7 +342,7 @@ _KERNELS = 6
 """Element-wise kernels of a layer's forward, at the least."""
 
 
-def _tp(job: Job, backwards: int, beside: float) -> Iterator[Collective]:
+def _tp(job: Job, backwards: int, beside: float) -> Iterator[Term]:
     """Of tp's layers: an all-reduce after attention and after the MLP, or with sequence parallelism
     an all-gather before and a reduce-scatter after each (Korthikanti et al. 2022, section 4.2.2).
     Experts gather over their own group.
@@ -387,13 +363,13 @@ def _tp(job: Job, backwards: int, beside: float) -> Iterator[Collective]:
             seconds = count * job.collective(collective, each, group)
             if config.tp_overlap:  # of as many parts as ranks one waits, or is waited for
                 seconds = max(seconds / ranks, seconds - beside / 2)
-            yield Collective(
-                "tp", group, collective, each, ranks, job.placement.timed(group),
-                count * (1 + backwards), seconds, backwards * seconds,
+            yield Term(
+                "tp", "", 1, seconds, backwards * seconds, group, collective, each, ranks,
+                job.placement.timed(group), count * (1 + backwards),
             )  # fmt: skip
 
 
-def _ep(job: Job, backwards: int) -> Iterator[Collective]:
+def _ep(job: Job, backwards: int) -> Iterator[Term]:
     """Of experts: an all-to-all to them and one back.
 
     A row goes for each of a token's choices. As DeepEP does it, a token goes to a node, or to a
@@ -418,13 +394,13 @@ def _ep(job: Job, backwards: int) -> Iterator[Collective]:
         ranks = math.prod(over)
         if ranks > 1:
             seconds = 2 * job.machine.collective("all_to_all", each, over)
-            yield Collective(
-                "ep", "ep", "all_to_all", each, ranks, over, 2 * (1 + backwards), seconds,
-                backwards * seconds,
+            yield Term(
+                "ep", "", 1, seconds, backwards * seconds, "ep", "all_to_all", each, ranks, over,
+                2 * (1 + backwards),
             )  # fmt: skip
 
 
-def _cp(job: Job, backwards: int, attention: float, attention_back: float) -> Iterator[Collective]:
+def _cp(job: Job, backwards: int, attention: float, attention_back: float) -> Iterator[Term]:
     """Of a ring of keys and values: what attention on them does not hide (Liu et al. 2023, arXiv
     2310.01889). Backward their gradients go round as well.
 
@@ -445,7 +421,7 @@ def _cp(job: Job, backwards: int, attention: float, attention_back: float) -> It
     hides = (config.cp - 1) / config.cp
     forward = max(ring - hides * attention, 0.0)
     back = max(2 * ring - hides * attention_back, 0.0)
-    yield Collective(
-        "cp", "cp", "all_gather", size, config.cp, job.placement.timed("cp"), 2 + backwards,
-        forward, back + (backwards - 1) * forward,
+    yield Term(
+        "cp", "", 1, forward, back + (backwards - 1) * forward, "cp", "all_gather", size, config.cp,
+        job.placement.timed("cp"), 2 + backwards,
     )  # fmt: skip

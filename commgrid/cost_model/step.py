@@ -12,65 +12,19 @@ Time, traffic and the reasons for both are sums and views of the same terms.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 from commgrid.cost_model.calibration import CALIBRATION, Calibration
 from commgrid.cost_model.cluster import Cluster
-from commgrid.cost_model.collective import bus_factor
 from commgrid.cost_model.collective_form import highest
 from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.layer import LINEAR_BYTES, Job, LayerCost, Machine, layer_cost
 from commgrid.cost_model.memory import Memory, fullest_parameters, memory_of
 from commgrid.cost_model.model import Model
-from commgrid.cost_model.placement import GridPlacement, Spread
+from commgrid.cost_model.placement import GridPlacement
+from commgrid.cost_model.term import PARTS, Term
 from commgrid.errors import SpecError
-
-PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
-"""The parts of a step's time."""
-
-
-@dataclass(frozen=True)
-class Term:
-    """One thing that a rank of the slowest stage does in a step.
-
-    Args:
-        part: one of `PARTS`.
-        what: in words.
-        times: how often.
-        each: seconds of one without the hidden part.
-        group: that communicates, by name; "": none does.
-        collective, bytes: of one, as `collective_time` takes them.
-        ranks: of the group.
-        spread: of the group over the cluster's levels.
-        sends: how many of them a rank takes part in.
-        placed: the group's name in the placement; "": the same.
-    """
-
-    part: str
-    what: str
-    times: float
-    each: float
-    group: str = ""
-    collective: str = ""
-    bytes: float = 0.0
-    ranks: int = 1
-    spread: Spread = ()
-    sends: float = 0.0
-    placed: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Of the step."""
-        return self.times * self.each
-
-    @property
-    def sent(self) -> float:
-        """Bytes that a rank sends in the step."""
-        if not self.group:
-            return 0.0
-        return self.sends * self.bytes * bus_factor(self.collective, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -175,7 +129,7 @@ def _terms(job: Job, layer: LayerCost) -> Iterator[Term]:
     all_layers = f"{count:,} microbatches · {layers} layers"
     yield Term(
         "compute", f"{all_layers}, forward and backward", count * layers,
-        layer.forward + layer.backward,
+        layer.forward, layer.backward,
     )  # fmt: skip
     if is_last:
         yield Term("compute", f"{count:,} microbatches · output layer and loss", count, output)
@@ -192,10 +146,7 @@ def _terms(job: Job, layer: LayerCost) -> Iterator[Term]:
         )  # fmt: skip
     for each in layer.collectives:
         # A stage with most layers sends most; the slowest one may have fewer.
-        yield Term(
-            each.part, all_layers, count * layers, each.forward + each.backward, each.group,
-            each.collective, each.bytes, each.ranks, each.spread, count * most * each.times,
-        )  # fmt: skip
+        yield replace(each, what=all_layers, times=count * layers, sends=count * most * each.sends)
     if config.pp > 1:
         yield _send(job, count)
     yield from _data_parallel(job, layer)
@@ -220,79 +171,70 @@ def _send(job: Job, count: int) -> Term:
         times, what = 4 * (config.pp - 1), f"twice {config.pp} stages - 1, the others being hidden"
     return Term(
         "pp", f"there and back, {what}", times,
-        job.collective("send_recv", size, "pp"),
+        job.collective("send_recv", size, "pp"), 0.0,
         "pp", "send_recv", size, config.pp, job.placement.timed("pp"),
         2 * count * config.virtual_stages,
     )  # fmt: skip
 
 
-class _Sum(NamedTuple):
-    """A collective of data parallelism: of gradients, or else of weights."""
-
-    group: str
-    collective: str
-    bytes: float
-    ranks: int
-    spread: Spread
-    of_gradients: bool
-    placed: str
-
-
-def _sums(job: Job) -> Iterator[_Sum]:
-    """Of the stage with most parameters; where weights are sharded, of one microbatch."""
+def _sums(job: Job) -> Iterator[Term]:
+    """Collectives of data parallelism, each with all its time: of gradients, and where state is
+    sharded of weights, by all-gathers. Of the stage with most parameters; with ZeRO stage 3 of one
+    microbatch."""
     config = job.config
     experts, rest = fullest_parameters(job.model, config)
     reduce = "reduce_scatter" if config.zero_stage else "all_reduce"
     copied = config.dp_replicate > 1
+
+    def term(group: str, collective: str, size: float, ranks: int, placed: str = "") -> Term:
+        spread = job.placement.timed(placed or group)
+        what = "weights" if collective == "all_gather" else "gradients"
+        seconds = job.machine.collective(collective, size, spread)
+        return Term("dp", what, 1, seconds, 0.0, group, collective, size, ranks, spread, 1, placed)
+
     for group, placed, ranks, count in (
         ("dp_shard_cp" if copied else "dp_cp", "", config.shard_size, rest),
         ("edp", "edp_shard" if copied else "", config.expert_shard_size, experts),
     ):
-        spread = job.placement.timed(placed or group)
         if count and ranks > 1:
-            yield _Sum(group, reduce, count * config.gradient_bytes, ranks, spread, True, placed)
+            yield term(group, reduce, count * config.gradient_bytes, ranks, placed)
             if config.zero_stage:
-                size = count * LINEAR_BYTES
-                yield _Sum(group, "all_gather", size, ranks, spread, False, placed)
+                yield term(group, "all_gather", count * LINEAR_BYTES, ranks, placed)
     if copied:  # of the gradients' shards
         count = rest / config.shard_size + experts / config.expert_shard_size
-        spread = job.placement.timed("dp_replicate")
         size = count * config.gradient_bytes
-        yield _Sum("dp_replicate", "all_reduce", size, config.dp_replicate, spread, True, "")
+        yield term("dp_replicate", "all_reduce", size, config.dp_replicate)
 
 
 def _data_parallel(job: Job, layer: LayerCost) -> Iterator[Term]:
     """Of gradients and weights: what the backward of the last microbatch and the forward of the
     first do not hide; with ZeRO stage 3, of every microbatch."""
     config, found = job.config, list(_sums(job))
-    seconds = [job.machine.collective(each.collective, each.bytes, each.spread) for each in found]
-    total = {
-        kind: sum(s for s, each in zip(seconds, found, strict=True) if each.of_gradients is kind)
-        for kind in (True, False)
-    }
+    total = {"gradients": 0.0, "weights": 0.0}
+    for each in found:
+        total[each.what] += each.forward
     whole = config.zero_stage == 3
     times = config.microbatches(job.model) if whole else 1
-    for each, one in zip(found, seconds, strict=True):
-        share = one / total[each.of_gradients] if total[each.of_gradients] else 0.0
+    often = f"{times:,} microbatches · " if whole else ""
+    hidden = "what is not hidden of " if config.overlap else ""
+    for each in found:
+        share = each.forward / total[each.what] if total[each.what] else 0.0
         # Gathered for the forward and again for the backward, where weights are sharded.
-        twice = whole and not each.of_gradients
-        what = "gradients" if each.of_gradients else "weights"
-        often = f"{times:,} microbatches · " if whole else ""
-        hidden = "what is not hidden of " if config.overlap else ""
-        yield Term(
-            "dp", f"{often}{hidden}{what}", times,
-            share * _visible(job, layer, total, each.of_gradients), each.group, each.collective,
-            each.bytes, each.ranks, each.spread, times * (1 + twice), each.placed,
+        twice = whole and each.what == "weights"
+        yield replace(
+            each, what=f"{often}{hidden}{each.what}", times=times, sends=times * (1 + twice),
+            forward=share * _visible(job, layer, total, each.what),
         )  # fmt: skip
 
 
-def _visible(job: Job, layer: LayerCost, total: Mapping[bool, float], of_gradients: bool) -> float:
+def _visible(job: Job, layer: LayerCost, total: Mapping[str, float], what: str) -> float:
     """Seconds of all gradients' collectives, or of all weights', that computation does not hide."""
     config, most = job.config, job.config.stage_layers(job.model).most
     forward, backward = most * layer.forward_total, most * layer.backward_total
-    reduced, gathered = total[True], total[False]
+    reduced, gathered = total["gradients"], total["weights"]
+    of_gradients = what == "gradients"
     if config.zero_stage != 3:
-        own = total[of_gradients]
+        own = total[what]
         behind = backward if of_gradients else forward
         return max(own - behind, own / most) if config.overlap else own
     if not config.overlap:
@@ -300,7 +242,7 @@ def _visible(job: Job, layer: LayerCost, total: Mapping[bool, float], of_gradien
     # Behind a backward go the gradients and the second gathering; what shows is of both.
     shows = max(gathered + reduced - backward, reduced / most)
     both = gathered + reduced
-    part = shows * total[of_gradients] / both if both else 0.0
+    part = shows * total[what] / both if both else 0.0
     return part if of_gradients else part + max(gathered - forward, gathered / most)
 
 

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from commgrid.cost_model.calibration import SOURCES
 from commgrid.cost_model.collective_form import highest
 from commgrid.cost_model.config import RECOMPUTE, ParallelConfig
-from commgrid.cost_model.step import PARTS, StepCost
+from commgrid.cost_model.step import StepCost
+from commgrid.cost_model.term import PARTS
 from commgrid.wording import several
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from commgrid.cost_model.search import describe
-from commgrid.cost_model.step import PARTS, StepCost
+from commgrid.cost_model.step import StepCost
+from commgrid.cost_model.term import PARTS
 from commgrid.cost_model.why import NAMES
 from commgrid.viz.figure import INK, colour, new_figure
 

@@ -13,7 +13,8 @@ from commgrid.cost_model.cluster import CLUSTERS, Cluster
 from commgrid.cost_model.config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.cost_model.model import MODELS, Model
 from commgrid.cost_model.search import FAR, describe, search
-from commgrid.cost_model.step import StepCost, Term, step_cost
+from commgrid.cost_model.step import StepCost, step_cost
+from commgrid.cost_model.term import Term
 from commgrid.cost_model.why import limits, why_worse
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec

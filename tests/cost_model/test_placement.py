@@ -22,7 +22,8 @@ from commgrid.cost_model.layer import Machine
 from commgrid.cost_model.model import MODELS
 from commgrid.cost_model.placement import of_spec, span_of
 from commgrid.cost_model.search import search
-from commgrid.cost_model.step import PARTS, StepCost, step_cost, traffic
+from commgrid.cost_model.step import StepCost, step_cost, traffic
+from commgrid.cost_model.term import PARTS
 from commgrid.cost_model.why import why
 from commgrid.errors import SpecError
 from commgrid.planning.spec import GridSpec

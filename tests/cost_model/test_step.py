@@ -14,7 +14,8 @@ from commgrid.cost_model.layer import Job, Machine, layer_cost
 from commgrid.cost_model.memory import MEMORY_PARTS, layer_activations, memory_of
 from commgrid.cost_model.model import MODELS, Model
 from commgrid.cost_model.placement import of_spec
-from commgrid.cost_model.step import PARTS, step_cost
+from commgrid.cost_model.step import step_cost
+from commgrid.cost_model.term import PARTS
 from commgrid.cost_model.why import why
 from commgrid.pipeline_schedules.schedule import interleaved, one_f_one_b
 from commgrid.pipeline_schedules.simulator import Times, simulate

@@ -12,7 +12,7 @@ from commgrid.cli import main
 from commgrid.cost_model.cluster import CLUSTERS
 from commgrid.cost_model.model import MODELS
 from commgrid.cost_model.search import describe, search
-from commgrid.cost_model.step import PARTS
+from commgrid.cost_model.term import PARTS
 from commgrid.viz.figure import drawing
 from commgrid.viz.steps_picture import draw_steps
 
