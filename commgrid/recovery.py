@@ -2,23 +2,14 @@
 
 The ranks of the new grid tell each other what they have in memory, their own and their neighbours'.
 The newest state that is there as a whole goes to where it is needed now, as between any two grids;
-else the last checkpoint is loaded. Ranks that are left out of the new grid hand over, in rebuild,
-the boxes that no other rank has:
-
-    dp 4, rank 2 gone, dp 3 does not divide the batch: dp 2 over (0, 1), rank 3 is left out
-
-    rank 0   own 0, kept for 3
-    rank 1   own 1, kept for 0
-    rank 3   own 3, kept for 2   ── kept for 2 ──►   rank 0, which has no copy of it
-
-They hand over boxes of which the new grid has no copy, of the newest state that is complete with
-them; nothing, if the new grid has a complete state that is as new.
+else the last checkpoint is loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,36 +35,27 @@ from commgrid.checkpoint.agreement import (
 )
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.loading import Loading
-from commgrid.checkpoint.memory import (
-    Inventory,
-    Kept,
-    forget,
-    give,
-    kept_states,
-    missing,
-    take_over,
-)
+from commgrid.checkpoint.memory import Inventory, Kept, forget, kept_states, missing
 from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.equality.lost_numbers import lost_by_all, refuse_lost
 from commgrid.errors import CheckpointError
-from commgrid.planning.survivors import Fits
-from commgrid.rendezvous.timeouts import Seconds
 from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.resharding.layouts import Form, GridLayouts
+from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.optimizer_state import Optimizers
+from commgrid.resharding.plan import TransferPlan
+from commgrid.resharding.transport import Carrier, message_device, most_of
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.named_failures import named_failures
-from commgrid.runtime.rebuild import States
-from commgrid.runtime.rebuild import rebuild as _rebuild
+from commgrid.runtime.rebuild import rebuild as rebuild
 from commgrid.runtime.registry import get_grid
+from commgrid.store.hosts import own_host
 from commgrid.torch_compat.world import group_timeout
-from commgrid.transfer.models import Part
-from commgrid.transfer.transfer import Transfer
 
 MEMORY, NEIGHBOURS, CHECKPOINT = "memory", "neighbours' memory", "checkpoint"
-LEFT_OUT = "memory of ranks left out"
 _NAMED = 3  # missing entries that an error lists
+_UNDER_WAY = 1 << 28  # bytes on their way between ranks at once
 
 
 @dataclass(frozen=True)
@@ -82,10 +64,9 @@ class Recovered:
 
     Args:
         step: of the state; training continues with the next.
-        source: `memory`: what the ranks that are left had of their own; `neighbours' memory`: some
-            of it was kept for ranks that are gone; `memory of ranks left out`: some of it was only
-            with ranks that have no place any more, which handed it over in `rebuild`;
-            `checkpoint`: the folder's last.
+        source: `memory`: what the ranks of the grid had of their own; `neighbours' memory`: some of
+            it was kept for ranks that are gone, or have no place any more; `checkpoint`: the
+            folder's last.
         extra: what was kept or saved with it.
         extra_per_rank: what ranks had of their own, as `checkpoint.load` offers it.
         lost: with a checkpoint: names of the entries that no rank had in memory, if any were kept.
@@ -98,61 +79,6 @@ class Recovered:
     extra_per_rank: list[dict[str, Any]]
     lost: tuple[str, ...] = ()
     same_layout: bool = False
-
-
-def rebuild(
-    ranks: range | Sequence[int] | str | None = None,
-    *,
-    name: str | None = None,
-    grace: Seconds = 10.0,
-    at_least: int | None = None,
-    fits: Fits | None = None,
-    timeout: Seconds = 60.0,
-) -> HyperCommGrid | None:
-    """Makes a grid again, of the same name and description, over the ranks that are left.
-
-    Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
-    stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
-    out, so that as many ranks as possible keep their place on the other axes. Later
-    `commgrid.recover` brings together the states in memory; a rank without a place hands over here
-    the parts that it alone has. A rank that has none, as `ranks` of `initialize` or a rebuild left
-    it out or as it only called `join`, waits in this call until a rebuild needs it.
-
-    Args:
-        ranks: exactly these come, and an error names the missing ones. A rank that is not among
-            them waits as one without a part. None: any rank may come.
-        name: of the grid; None: the default one.
-        grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
-            learn of a failure in their next collective; give more than they compute without one.
-            On a watched grid, no rank waits for a process that was seen to end.
-        at_least: how many ranks of the grid before must come; None: half, or more than half where
-            the store is out of reach and others may be there still. Fewer may be the smaller side
-            of a network that was cut, while the larger side continues too.
-        fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
-            divide; asked on one rank. None: any.
-        timeout: how long it may take in all, likewise; not the waiting of a rank without a part.
-
-    Returns:
-        The new grid, which `get_grid(name)` returns from now on and `rebuilt` says more of; None on
-        a rank that has waited for a place when the others have ended.
-
-    Raises:
-        GridNotInitializedError: torch.distributed is not up.
-        PeerTimeoutError: ranks did not come, or this one came too late.
-        PeerFailedError: too few ranks are left, or the store and all standby stores are gone.
-        SpecError: no grid of this description fits the ranks that are left.
-        GridMismatchError: ranks call for different things.
-
-    Example:
-        >>> import commgrid
-        >>> grid = commgrid.initialize()
-        >>> grid.abort()                        # as after a failure
-        >>> commgrid.rebuild(grace=0.1).shape["dp"]
-        1
-        >>> commgrid.shutdown()
-    """
-    states = States(lambda name: bool(kept_states(name)), hand_over)
-    return _rebuild(ranks, name, grace, at_least, fits, timeout, states)
 
 
 @tells_failures
@@ -271,10 +197,7 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
             return _Chosen(tag, having[0].step, MEMORY)
         if not missing(having, with_others=True):
             return _Chosen(tag, having[0].step, NEIGHBOURS)
-        gone = missing(having, with_others=True, with_left=True)
-        if not gone:
-            return _Chosen(tag, having[0].step, LEFT_OUT)
-        lost = lost or gone
+        lost = lost or missing(having, with_others=True)
     if saved:
         return _Chosen(None, 0, CHECKPOINT, tuple(lost))
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
@@ -299,7 +222,7 @@ class _Memory:
     def __init__(
         self,
         mine: Kept | None,
-        forms: Mapping[str, Any],
+        forms: Mapping[str, Form | None],
         grid: HyperCommGrid,
         group: ProcessGroup | None,
     ) -> None:
@@ -317,150 +240,53 @@ class _Memory:
         values: dict[str, Any] = {}
         for one in reversed(gathered(told, self._group) if self._group is not None else [told]):
             values.update(one)
-        target: dict[str, list[Part]] = {}
-        late: list[tuple[Tensor, Tensor]] = []
+        source = LocalBoxes() if self._mine is None else self._mine.boxes
+        target, late = LocalBoxes(), list[tuple[Tensor, Tensor]]()
         for item in wanted:
             if not isinstance(item, Item):
                 continue
-            shape, name = self._forms[item.key]
-            for chunk in item.chunks:
-                data = chunk.data
-                if data.dtype != getattr(torch, name):
-                    data = torch.empty_like(data, dtype=getattr(torch, name))
-                    late.append((chunk.data, data))
-                target.setdefault(item.key, []).append(Part(data, shape, tuple(chunk.offset)))
-        transfer = Transfer(
-            self._source(), target, source_grid=self._grid, target_grid=self._grid,
-            only=lambda _: True, copies="any", name="recover",
-        )  # fmt: skip
-        transfer.run()
-        transfer.close()
+            form = self._forms[item.key]
+            assert form is not None  # `check` has refused values
+            dtype, chunks = getattr(torch, form.dtype), []
+            for offset, data in item.chunks:
+                made = data if data.dtype == dtype else torch.empty_like(data, dtype=dtype)
+                late += [] if made is data else [(data, made)]
+                chunks.append(Chunk(offset, made))
+            target.add(item.key, form.shape, dtype, chunks)
+        self._carry(source, target)
         for live, read in late:
             live.copy_(read)
         return {item.key: values[item.key] for item in wanted if isinstance(item, Value)}
 
-    def _source(self) -> dict[str, list[Part]]:
-        found: dict[str, list[Part]] = {}
-        for item in self._mine.items if self._mine is not None else ():
-            for chunk in item.chunks:
-                part = Part(chunk.data, tuple(item.shape), tuple(chunk.offset))
-                found.setdefault(item.key, []).append(part)
-        return found
+    def _carry(self, source: LocalBoxes, target: LocalBoxes) -> None:
+        """Move what is kept to where it is needed, over the grid's own group."""
+        mine = source.layout, target.layout, own_host()
+        told = [mine] if self._group is None else gathered(mine, self._group)
+        ranks = [self._grid.rank]
+        if self._group is not None:
+            ranks = dist.get_process_group_ranks(self._group)
+        held, needed, hosts = (
+            dict(zip(ranks, each, strict=True)) for each in zip(*told, strict=True)
+        )
+        plan = TransferPlan(GridLayouts.of(held), GridLayouts.of(needed), hosts, partly=True)
+        if self._group is None:
+            for move in plan.copies(self._grid.rank):
+                name, box = move.tensor.name, move.box
+                target.view(name, box).copy_(source.view(name, box))
+            target.copy_further()
+            return
+        carrier = Carrier(
+            self._group, ranks, message_device(self._group, frozenset({"cpu"})), source, target,
+            _UNDER_WAY, plan.messages(self._grid.rank, most_of(_UNDER_WAY)),
+            partial(plan.copies, self._grid.rank), group_timeout(self._grid.timeout),
+        )  # fmt: skip
+        carrier.carry()
+        carrier.meet()
 
 
-def _metadata(form: Any) -> Any:
+def _metadata(form: Form | None) -> Any:
     """Return torch's metadata of a tensor, or of a value."""
     if form is None:
         return BytesStorageMetadata()
-    shape, dtype = form
-    properties = TensorProperties(dtype=getattr(torch, dtype))
-    return TensorStorageMetadata(properties, torch.Size(shape), [])
-
-
-Box = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Key, offset and size."""
-
-
-@dataclass(frozen=True)
-class Given:
-    """The boxes and values that one rank hands over.
-
-    Args:
-        to: the rank that gets it.
-        boxes, values: names of them.
-    """
-
-    to: int
-    boxes: frozenset[Box]
-    values: frozenset[str]
-
-
-def hand_over(grid: HyperCommGrid, seated: Sequence[int], name: str) -> None:
-    """Hand over boxes of ranks outside of the new grid to its ranks; on all of both.
-
-    Args:
-        grid: over all of them, for this alone.
-        seated: those with a place.
-        name: of the grid whose states they are.
-
-    Raises:
-        PeerFailedError, PeerTimeoutError: one is gone meanwhile.
-    """
-    group = everyone(grid)
-    if group is None:
-        return
-    ranks = dist.get_process_group_ranks(group)
-    with named_failures(grid, lambda: "handing over states"):
-        told = gathered([Inventory.of(state) for state in kept_states(name)], group)
-        tag, plan = given(dict(zip(ranks, told, strict=True)), seated)
-        if not plan:
-            return
-        state = next((one for one in kept_states(name) if one.tag == tag), None)
-        mine, timeout = plan.get(grid.rank), group_timeout(grid.timeout)
-        sources = [ranks.index(rank) for rank, one in plan.items() if one.to == grid.rank]
-        if mine is None or state is None:
-            items, values = give([], {}, None, sources, group, timeout)
-        else:
-            said = {key: state.values[key] for key in mine.values}
-            items, values = give(
-                _only(state, mine.boxes), said, ranks.index(mine.to), sources, group, timeout
-            )
-        take_over(tag, items, values)
-
-
-def given(
-    told: Mapping[int, Sequence[Inventory]], seated: Sequence[int]
-) -> tuple[str, dict[int, Given]]:
-    """Plan the hand-over; from the same inventories all ranks make the same plan.
-
-    Args:
-        told: each rank's inventories.
-        seated: those with a place.
-
-    Returns:
-        The state's tag, and by rank what it gives; {}: nothing is needed, or nothing helps.
-    """
-    states: dict[str, dict[int, Inventory]] = {}
-    for rank, inventories in told.items():
-        for each in inventories:
-            states.setdefault(each.tag, {})[rank] = each
-    newest_first = sorted(states.items(), key=lambda one: -next(iter(one[1].values())).step)
-    for tag, having in newest_first:
-        sitting = {rank: having[rank] for rank in seated if rank in having}
-        if sitting and not missing(list(sitting.values()), with_others=True, with_left=True):
-            return tag, {}
-        if sitting and not missing(list(having.values()), with_others=True, with_left=True):
-            return tag, _shares(having, sitting)
-    return "", {}
-
-
-def _shares(having: Mapping[int, Inventory], sitting: Mapping[int, Inventory]) -> dict[int, Given]:
-    """The boxes of each rank outside of the grid that ranks before it have not."""
-    boxes = {box for each in sitting.values() for box in each.boxes}
-    values = {key for each in sitting.values() for key in each.values}
-    takers = sorted(sitting)
-    plan: dict[int, Given] = {}
-    for rank in sorted(set(having) - set(sitting)):
-        new_boxes = having[rank].boxes - boxes
-        new_values = set(having[rank].values) - values
-        if new_boxes or new_values:
-            to = takers[len(plan) % len(takers)]
-            plan[rank] = Given(to, frozenset(new_boxes), frozenset(new_values))
-            boxes |= new_boxes
-            values |= new_values
-    return plan
-
-
-def _only(state: Kept, boxes: frozenset[Box]) -> list[Item]:
-    """These of a state's boxes, each once."""
-    found, left = [], set(boxes)
-    for item in state.items:
-        chunks: list[Chunk] = []
-        for chunk in item.chunks:
-            box = (item.key, tuple(chunk.offset), tuple(chunk.data.shape))
-            if box in left:
-                left.remove(box)
-                chunks.append(chunk)
-        if chunks:
-            found.append(Item(item.path, item.shape, chunks, item.dtype))
-    return found
+    properties = TensorProperties(dtype=getattr(torch, form.dtype))
+    return TensorStorageMetadata(properties, torch.Size(form.shape), [])

@@ -8,8 +8,6 @@ that ranks on several hosts have copies of are safe by that; what has no copy el
 optimizer state that ZeRO-1 cuts over dp, or weights that FSDP cuts, goes to a neighbour along dp on
 another host as well. Where all ranks are on one host, another process is as good as it gets.
 
-A rank that a rebuild has left out hands over boxes that no other rank has (`handing_over`).
-
 The last two are kept: while ranks keep one, and some of them may not get to its end, the one before
 is whole.
 """
@@ -19,7 +17,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any
 from uuid import uuid4
@@ -33,21 +31,19 @@ from commgrid.collectives.objects import as_bytes, as_tensor, at_first, gathered
 from commgrid.collectives.plain import all_gather
 from commgrid.layout.box import volume
 from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Stretch, messages_of
 from commgrid.resharding.pools import LARGE, MovedTensor, Run
-from commgrid.resharding.transport import Carrier, most_of
+from commgrid.resharding.transport import Carrier, message_device, most_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import _registry
 from commgrid.store.hosts import own_host
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.messages import start_transfers, starts_batches, wait_for
 from commgrid.torch_compat.world import group_timeout
 
 _KEPT = 2
 _UNDER_WAY = 64 << 20  # bytes on their way to neighbours at once
-Form = tuple[tuple[int, ...], str]
-"""Shape of a full tensor, and the name of its dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +57,8 @@ class Kept:
         own: this rank's boxes, on the CPU.
         others: boxes of ranks whose neighbour this one is.
         values: by key, of this rank and of these.
-        forms: of every tensor of all ranks, by key; None: a value.
+        forms: of every tensor of all ranks, by key, without boxes; None: a value.
         layout: a digest of this rank's names and shapes, and of its grid.
-        left: boxes that a rank had which a rebuild has left out.
     """
 
     grid: str
@@ -74,12 +69,11 @@ class Kept:
     values: dict[str, Any]
     forms: Mapping[str, Form | None]
     layout: str
-    left: list[Item] = field(default_factory=list)
 
     @property
-    def items(self) -> list[Item]:
-        """All boxes that this process has of it."""
-        return [*self.own, *self.others, *self.left]
+    def boxes(self) -> LocalBoxes:
+        """All that this process has of its tensors, by key."""
+        return _boxes([*self.own, *self.others])
 
 
 _kept: list[Kept] = []
@@ -105,14 +99,6 @@ def forget(after: int | None = None, *, grid: str | None = None) -> None:
 
 
 _registry.at_shutdown.append(forget)
-
-
-def take_over(tag: str, items: Sequence[Item], values: Mapping[str, Any]) -> None:
-    """Adds to a state of this process what a rank had that is left out."""
-    for i, state in enumerate(_kept):
-        if state.tag == tag:
-            every = {**values, **state.values}
-            _kept[i] = replace(state, left=[*state.left, *items], values=every)
 
 
 def keep_items(
@@ -162,7 +148,14 @@ def keep_items(
 def _form(item: Item | Value) -> Form | None:
     if isinstance(item, Value):
         return None
-    return tuple(item.shape), str(item.dtype).removeprefix("torch.")
+    return Form(tuple(item.shape), str(item.dtype).removeprefix("torch."), item.dtype.itemsize, ())
+
+
+def _boxes(items: Iterable[Item]) -> LocalBoxes:
+    held = LocalBoxes()
+    for item in items:
+        held.add(item.key, item.shape, item.dtype, item.chunks)
+    return held
 
 
 # -- neighbours --------------------------------------------------------------------------
@@ -234,34 +227,11 @@ def _exchange(
     items: Sequence[Item], values: Mapping[str, Any], places: Neighbours, group: ProcessGroup
 ) -> tuple[list[Item], dict[str, Any]]:
     """Gives this rank's to its neighbour; what others have given to this one."""
-    ranks = dist.get_process_group_ranks(group)
-    to = ranks.index(places.neighbour(places.grid.rank))
-    sources = [i for i, r in enumerate(ranks) if places.neighbour(r) == places.grid.rank]
-    timeout = group_timeout(places.grid.timeout)
-    return give(items, values, to, sources, group, timeout)
-
-
-def give(
-    items: Sequence[Item],
-    values: Mapping[str, Any],
-    to: int | None,
-    sources: Sequence[int],
-    group: ProcessGroup,
-    timeout: float,
-) -> tuple[list[Item], dict[str, Any]]:
-    """Boxes and values to one rank of a group, and from some; all ranks call it.
-
-    Args:
-        items, values: what is given.
-        to: a place in the group; None: this rank gives nothing.
-        sources: places of the ranks that send to this one.
-        timeout: seconds that a message may take.
-
-    Returns:
-        What they have given.
-    """
-    me, ranks = dist.get_rank(), dist.get_process_group_ranks(group)
-    device = min(torch_groups.devices_of(group), key=lambda one: one.type != "cpu")
+    ranks, timeout = dist.get_process_group_ranks(group), group_timeout(places.grid.timeout)
+    me = places.grid.rank
+    to = ranks.index(places.neighbour(me))
+    sources = [place for place, rank in enumerate(ranks) if places.neighbour(rank) == me]
+    device = message_device(group, frozenset({"cpu"}))
     found: list[Item] = []
     more: dict[str, Any] = {}
     own, theirs = LocalBoxes(), LocalBoxes()
@@ -275,8 +245,7 @@ def give(
             made.append(Item(path, shape, chunks, dtype))
         found += made
         by_pair[ranks[source], me] = _stretches(made, theirs, ranks[source])
-    if to is not None:
-        by_pair[me, ranks[to]] = _stretches(items, own, me)
+    by_pair[me, ranks[to]] = _stretches(items, own, me)
     messages = messages_of(by_pair, me, max(ranks) + 1, most_of(_UNDER_WAY))
     Carrier(group, ranks, device, own, theirs, _UNDER_WAY, messages, tuple, timeout).carry()
     return found, more
@@ -301,7 +270,7 @@ def _stretches(items: Iterable[Item], held: LocalBoxes, rank: int) -> list[Stret
 def _told(
     items: Sequence[Item],
     values: Mapping[str, Any],
-    to: int | None,
+    to: int,
     sources: Sequence[int],
     group: ProcessGroup,
     device: torch.device,
@@ -315,9 +284,8 @@ def _told(
     head = as_tensor(pickle.dumps((boxes, dict(values))), device)
     lengths = all_gather(torch.tensor([len(head)], device=device), group).tolist()
     heads = [torch.empty(lengths[source], dtype=torch.uint8, device=device) for source in sources]
-    sends = [] if to is None else [(head, to)]
     recvs = list(zip(heads, sources, strict=True))
-    for work in start_transfers(group, sends, recvs, lambda error, _: error):
+    for work in start_transfers(group, [(head, to)], recvs, lambda error, _: error):
         wait_for(work, None if starts_batches(group, device) else timeout)
     return {
         source: pickle.loads(as_bytes(received))
@@ -327,8 +295,6 @@ def _told(
 
 # -- what ranks have together ------------------------------------------------------------
 
-Boxes = dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]]
-
 
 @dataclass(frozen=True)
 class Inventory:
@@ -336,63 +302,41 @@ class Inventory:
 
     Args:
         step, tag: the state's.
-        own, others, left: offsets and sizes of boxes, by key.
+        own, others: layouts of its own boxes, and of those that it has for others.
         values: keys.
         forms: as the state's.
     """
 
     step: int
     tag: str
-    own: Boxes
-    others: Boxes
+    own: bytes
+    others: bytes
     values: list[str]
     forms: Mapping[str, Form | None]
-    left: Boxes = field(default_factory=dict)
 
     @classmethod
     def of(cls, state: Kept) -> Inventory:
-        own, others, left = (boxes_of(each) for each in (state.own, state.others, state.left))
-        return cls(state.step, state.tag, own, others, list(state.values), state.forms, left)
-
-    @property
-    def boxes(self) -> set[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Key, offset and size of all boxes."""
-        every = (self.own, self.others, self.left)
-        return {(key, *box) for boxes in every for key, places in boxes.items() for box in places}
+        own, others = (_boxes(each).layout for each in (state.own, state.others))
+        return cls(state.step, state.tag, own, others, list(state.values), state.forms)
 
 
-def boxes_of(items: Iterable[Item]) -> Boxes:
-    """Offsets and sizes by key."""
-    found: Boxes = {}
-    for item in items:
-        boxes = [(tuple(chunk.offset), tuple(chunk.data.shape)) for chunk in item.chunks]
-        found.setdefault(item.key, []).extend(boxes)
-    return found
-
-
-def missing(told: Sequence[Inventory], with_others: bool, with_left: bool = False) -> list[str]:
+def missing(told: Sequence[Inventory], with_others: bool) -> list[str]:
     """The keys of a state that ranks do not have all of, together.
 
     Args:
         told: by ranks that have the state.
         with_others: whether what they have for their neighbours counts.
-        with_left: whether what ranks that are left out have handed over to them does.
     """
-    held: dict[str, set[Any]] = {}
-    values: set[str] = set()
-    for each in told:
-        values.update(each.values)
-        count = [each.own, *([each.others] if with_others else [])]
-        for boxes in (*count, *([each.left] if with_left else [])):
-            for key, places in boxes.items():
-                held.setdefault(key, set()).update(places)
+    values = {key for each in told for key in each.values}
+    counted = [each.own for each in told] + [each.others for each in told if with_others]
+    held = GridLayouts.of(dict(enumerate(counted)))
     lost = []
     for key, form in told[0].forms.items():
         if form is None:
             whole = key in values
         else:  # boxes of one grid are equal, or have nothing in common
-            sizes = [math.prod(size) for _, size in held.get(key, ())]
-            whole = sum(sizes) == math.prod(form[0]) and bool(sizes or not math.prod(form[0]))
+            boxes = {box for form in held.held_as(key).values() for box in form.boxes}
+            whole = sum(map(volume, boxes)) == math.prod(form.shape)
         if not whole:
             lost.append(key)
     return lost

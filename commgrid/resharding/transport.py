@@ -30,6 +30,7 @@ from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
 from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
+from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.messages import (
     Refused,
     SharedDevice,
@@ -53,6 +54,14 @@ _ALIGNED = 64  # bytes: where any element may begin, and a line of a CPU's cache
 def most_of(max_bytes: int) -> int:
     """The bytes of a message where so many may be under way."""
     return max(max_bytes // _MESSAGES, 1)
+
+
+def message_device(group: dist.ProcessGroup, used: frozenset[str]) -> torch.device:
+    """The device of messages: the GPU if the group can send from it and all tensors are there."""
+    kinds = {device.type: device for device in torch_groups.devices_of(group)}
+    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
+        return kinds["cuda"]
+    return kinds["cpu"]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,30 +36,57 @@ from commgrid.torch_compat import world as torch_world
 _SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
 
 
-@dataclass(frozen=True)
-class States:
-    """Access to the states that ranks have in memory.
+def rebuild(
+    ranks: range | Sequence[int] | str | None = None,
+    *,
+    name: str | None = None,
+    grace: Seconds = 10.0,
+    at_least: int | None = None,
+    fits: Fits | None = None,
+    timeout: Seconds = 60.0,
+) -> HyperCommGrid | None:
+    """Makes a grid again, of the same name and description, over the ranks that are left.
+
+    Ranks call it after a failure, such as a PeerFailedError; the processes and torch.distributed
+    stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
+    out, so that as many ranks as possible keep their place on the other axes. Later
+    `commgrid.recover` brings together the states that the new grid's ranks have in memory. A rank
+    without a place, as `ranks` of `initialize` or a rebuild left it out or as it only called
+    `join`, waits in this call until a rebuild needs it.
 
     Args:
-        held: whether this rank has any of the grid of a name.
-        hand_over: called with a grid made for it, the ranks that have a place, and the name, on
-            these ranks and on spare ranks with states.
+        ranks: exactly these come, and an error names the missing ones. A rank that is not among
+            them waits as one without a part. None: any rank may come.
+        name: of the grid; None: the default one.
+        grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
+            learn of a failure in their next collective; give more than they compute without one.
+            On a watched grid, no rank waits for a process that was seen to end.
+        at_least: how many ranks of the grid before must come; None: half, or more than half where
+            the store is out of reach and others may be there still. Fewer may be the smaller side
+            of a network that was cut, while the larger side continues too.
+        fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
+            divide; asked on one rank. None: any.
+        timeout: how long it may take in all, likewise; not the waiting of a rank without a part.
+
+    Returns:
+        The new grid, which `get_grid(name)` returns from now on and `rebuilt` says more of; None on
+        a rank that has waited for a place when the others have ended.
+
+    Raises:
+        GridNotInitializedError: torch.distributed is not up.
+        PeerTimeoutError: ranks did not come, or this one came too late.
+        PeerFailedError: too few ranks are left, or the store and all standby stores are gone.
+        SpecError: no grid of this description fits the ranks that are left.
+        GridMismatchError: ranks call for different things.
+
+    Example:
+        >>> import commgrid
+        >>> grid = commgrid.initialize()
+        >>> grid.abort()                        # as after a failure
+        >>> commgrid.rebuild(grace=0.1).shape["dp"]
+        1
+        >>> commgrid.shutdown()
     """
-
-    held: Callable[[str], bool]
-    hand_over: Callable[[HyperCommGrid, Sequence[int], str], None]
-
-
-def rebuild(
-    ranks: range | Sequence[int] | str | None,
-    name: str | None,
-    grace: Seconds,
-    at_least: int | None,
-    fits: Fits | None,
-    timeout: Seconds,
-    states: States,
-) -> HyperCommGrid | None:
-    """`commgrid.rebuild`, for which `states` are handed over."""
     return _Rebuild(
         name or _registry.default,
         None if ranks is None else tuple(sorted(as_ranks(ranks))),
@@ -67,7 +94,6 @@ def rebuild(
         _count(at_least),
         fits,
         as_seconds("timeout", timeout),
-        states,
     ).run()
 
 
@@ -95,7 +121,6 @@ class _Rebuild:
     at_least: int | None
     fits: Fits | None
     timeout: float
-    states: States
     registry: Registry = _registry
     unsure: bool = False
     moved: bool = False
@@ -126,7 +151,6 @@ class _Rebuild:
                     continue
                 self._settle_store(verdict)
                 spec = GridSpec.from_config(verdict["spec"]).resolve(torch_world.world_size())
-                self._hand_over(spec, verdict)
                 if self._rank in spec.grid_ranks:
                     return self._make(spec, verdict)
                 self.registry.made.pop(self.name, None)  # and waits for a place from now on
@@ -228,7 +252,7 @@ class _Rebuild:
         own, place = self._own_standby(), self.registry.place
         said = json.dumps({
             "address": own.address if own is not None else "",
-            "server": place.server, "unsure": self.unsure, "states": self.states.held(self.name),
+            "server": place.server, "unsure": self.unsure,
         })  # fmt: skip
         world = range(torch_world.world_size())
         watch = made.seen_by if made is not None else None
@@ -285,43 +309,25 @@ class _Rebuild:
             "before": made.last.shape, "backend": made.backend, "timeout": made.timeout,
             "watch": made.watch, "trace": made.trace, "verify": made.verify,
             "token": uuid4().hex, "gone": gone, "spares": spares,
-            "holders": [rank for rank in spares if said[rank]["states"]],
             "server": server, "store": said[can_serve[0]]["address"] if moves else None,
             "standbys": [(rank, said[rank]["address"]) for rank in torch_standby.chosen(can_serve)],
         }  # fmt: skip
 
     # -- the grid -----------------------------------------------------------------------
 
-    def _hand_over(self, spec: GridSpec, verdict: Mapping[str, Any]) -> None:
-        """Send states in memory from ranks without a place to ranks with one."""
-        ranks = sorted({*spec.grid_ranks, *verdict["holders"]})
-        if not verdict["holders"] or self._rank not in ranks:
-            return
-        all_of_them = GridSpec.build(dp=len(ranks), ranks=ranks)
-        grid = self._start(all_of_them, f"{self.name}/handing over", verdict)
-        try:
-            self.states.hand_over(grid, tuple(spec.grid_ranks), self.name)
-        except (PeerTimeoutError, PeerFailedError) as error:
-            raise _AttemptError(f"rebuild: {error}") from error
-        finally:
-            grid.destroy()
-
-    def _start(self, spec: GridSpec, name: str, verdict: Mapping[str, Any]) -> HyperCommGrid:
-        """Make a grid with the last one's settings, within this attempt's part of the time left."""
-        left = max(self.deadline - time.monotonic(), 0.0)
-        try:
-            return HyperCommGrid(
-                spec, name=name, backend=verdict["backend"], timeout=verdict["timeout"],
-                startup_timeout=max(left * _SHARE, timeouts().answer), watch=verdict["watch"],
-                before_ready=partial(order_check.observe, verdict["trace"], verdict["verify"]),
-            )  # fmt: skip
-        except (PeerTimeoutError, PeerFailedError) as error:
-            raise _AttemptError(f"rebuild: {error}") from error
-
     def _make(self, spec: GridSpec, verdict: Mapping[str, Any]) -> HyperCommGrid:
+        """Make the grid with the last one's settings, within this attempt's part of the time."""
         backend, limit = verdict["backend"], verdict["timeout"]
+        left = max(self.deadline - time.monotonic(), 0.0)
         with self.registry.reserved(self.name):
-            grid = self._start(spec, self.name, verdict)
+            try:
+                grid = HyperCommGrid(
+                    spec, name=self.name, backend=backend, timeout=limit,
+                    startup_timeout=max(left * _SHARE, timeouts().answer), watch=verdict["watch"],
+                    before_ready=partial(order_check.observe, verdict["trace"], verdict["verify"]),
+                )  # fmt: skip
+            except (PeerTimeoutError, PeerFailedError) as error:
+                raise _AttemptError(f"rebuild: {error}") from error
             grid.rebuilt = Rebuilt(
                 verdict["before"], tuple(verdict["gone"]), tuple(verdict["spares"]),
                 time.monotonic() - self.started, self.moved,

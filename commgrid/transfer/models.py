@@ -8,9 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.errors import ShapeError, SpecError
@@ -23,7 +21,6 @@ from commgrid.resharding.naming import Naming, Rename, SharedNames
 from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.world import is_store
 
 Rows = Callable[[str], int | None]
@@ -351,11 +348,3 @@ def other_world(
             "side, and None for the other; leave store= out where one program has both"
         )
     return OtherWorld(store, peer or "other program")
-
-
-def device_of(group: ProcessGroup, used: frozenset[str]) -> torch.device:
-    """The device of messages: the GPU if the group can send from it and all tensors are there."""
-    kinds = {device.type: device for device in torch_groups.devices_of(group)}
-    if "cuda" in kinds and ("cpu" not in kinds or used <= {"cuda"}):
-        return kinds["cuda"]
-    return kinds["cpu"]

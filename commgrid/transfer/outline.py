@@ -18,7 +18,8 @@ from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import refuse_shared_memory
 from commgrid.resharding.naming import ties_of
 from commgrid.resharding.plan import TransferPlan
-from commgrid.transfer.models import Tied, device_of
+from commgrid.resharding.transport import message_device
+from commgrid.transfer.models import Tied
 from commgrid.transfer.sent_boxes import SentLayouts, check_groups, check_scales
 from commgrid.transfer.shared_boxes import check_replicas
 from commgrid.transfer.sides import SourceSide, TargetSide
@@ -114,7 +115,7 @@ class Outline:
         at_first(group, plan, partial(_check_same, ranks), _failed)
         return cls(
             first.layouts, second.layouts, sent, plans[0], plans[1] if plans[1:] else None,
-            device_of(group, first.devices | second.devices), compares,
+            message_device(group, first.devices | second.devices), compares,
             any(one.members for one in first.told), any(one.twins for one in first.told),
             len(offers) == len(first.layouts.places),
         )  # fmt: skip

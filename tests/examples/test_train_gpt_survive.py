@@ -53,9 +53,9 @@ JOBS: dict[str, Job] = {
         4, ["--zero1"], {0: (6, "reduce"), 2: (13, "mean")}, ["rank 0, 3", "ranks 0, 2, 12"],
         "dp 2 on 2 ranks", "neighbours' memory",
     ),
-    "left_out": (  # 5 ranks do not divide the batch; rank 5 has what it kept for rank 4
-        6, ["--zero1"], {4: (10, "reduce")}, ["rank 4, 9"], "dp 4 on 4 ranks",
-        "memory of ranks left out",
+    "left_out": (  # 5 ranks do not divide the batch; rank 5 alone has what it kept for rank 4
+        6, ["--zero1", "--save-every", "5"], {4: (10, "reduce")}, ["rank 4, 5"], "dp 4 on 4 ranks",
+        "checkpoint",
     ),
     "neighbours": (  # both who had a shard and who kept it
         4, ["--fsdp", "--save-every", "5"], {1: (10, "reduce"), 2: (10, "reduce")},

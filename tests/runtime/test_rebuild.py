@@ -14,7 +14,7 @@ from commgrid.collectives import all_reduce
 from commgrid.planning.spec import GridSpec
 from commgrid.runtime import registry
 from commgrid.runtime.named_failures import named_failures
-from commgrid.runtime.rebuild import States, _Rebuild
+from commgrid.runtime.rebuild import _Rebuild
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import gloo_departure as torch_leaving
 from commgrid.torch_compat import world as torch_world
@@ -251,8 +251,8 @@ def test_half_go_on_only_where_the_others_cannot(
     given = GridSpec.build()
     last = given.resolve(4)
     made = registry.Made(given, last.shape, last, "", None, None)
-    call = _Rebuild("default", None, 1.0, None, None, 1.0, States(lambda: False, lambda *_: None))
-    said = {"address": "", "server": None, "unsure": False, "states": False}
+    call = _Rebuild("default", None, 1.0, None, None, 1.0)
+    said = {"address": "", "server": None, "unsure": False}
     texts = [json.dumps({**said, "unsure": unsure and rank == 0}) for rank in range(here)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch_world, "world_size", lambda: 4)
