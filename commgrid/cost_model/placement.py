@@ -339,16 +339,7 @@ def members_of(definition: GroupDef, layout: RankLayout) -> Iterator[Sequence[in
 
 
 def of_spec(spec: GridSpec, cluster: Cluster, hosts: Hosts | None = None) -> GridPlacement:
-    """The placement of a grid.
-
-    Args:
-        spec: a resolved one, in any order and over any ranks.
-        cluster: what its ranks run on.
-        hosts: by rank, the number of the node it runs on; None: rank // nodes' size.
-
-    Raises:
-        SpecError: the ranks do not fill nodes, or are more than the cluster has devices.
-    """
+    """The placement of a grid; arguments and errors as of `RankPlaces`."""
     places, shape = RankPlaces(spec, cluster, hosts), spec.shape
     data = tuple(axis for axis in spec.regions[0].axes if axis.startswith("dp"))
     groups = [GroupDef(axis, "dense", (axis,)) for axis in ("tp", "cp", "pp", "dp_replicate")]

@@ -300,22 +300,32 @@ def prepare(
     )
 
 
+class CalledGroup:
+    """What torch knows of the calls on a group."""
+
+    group: ProcessGroup
+
+    def error(self) -> str:
+        """The backend's own error: `timeout`, `connection`, or empty."""
+        return torch_groups.error_of(self.group)
+
+    def calls(self) -> int:
+        """How many collectives this rank has issued on it."""
+        return torch_groups.calls_of(self.group)
+
+    def held(self) -> int:
+        """The number of a call in which a thread is held before the device has it; 0: none."""
+        return torch_groups.held_call(self.group)
+
+    def waits(self) -> bool | None:
+        """Whether a call of this rank is under way on it; None: it does not say."""
+        return torch_groups.has_call_under_way(self.group)
+
+
 @dataclass(frozen=True)
-class WatchedGroup:
+class WatchedGroup(CalledGroup):
     """A group as a `Watch` sees it."""
 
     name: str
     ranks: Sequence[int]
     group: ProcessGroup
-
-    def error(self) -> str:
-        return torch_groups.error_of(self.group)
-
-    def calls(self) -> int:
-        return torch_groups.calls_of(self.group)
-
-    def held(self) -> int:
-        return torch_groups.held_call(self.group)
-
-    def waits(self) -> bool | None:
-        return torch_groups.has_call_under_way(self.group)

@@ -34,17 +34,18 @@ class Traffic:
     @cached_property
     def sent(self) -> dict[int, int]:
         """Rank of the source to the bytes that it sends."""
-        found = dict.fromkeys(self.source_ranks, 0)
-        for (sender, _), size in self.pairs.items():
-            found[sender] += size
-        return found
+        return self._by_rank(self.source_ranks, 0)
 
     @cached_property
     def received(self) -> dict[int, int]:
         """Rank of the target to the bytes that it receives."""
-        found = dict.fromkeys(self.target_ranks, 0)
-        for (_, receiver), size in self.pairs.items():
-            found[receiver] += size
+        return self._by_rank(self.target_ranks, 1)
+
+    def _by_rank(self, ranks: tuple[int, ...], place: int) -> dict[int, int]:
+        """The bytes of the pairs by the rank at a place in them."""
+        found = dict.fromkeys(ranks, 0)
+        for pair, size in self.pairs.items():
+            found[pair[place]] += size
         return found
 
 

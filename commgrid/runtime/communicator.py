@@ -10,6 +10,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import GridMismatchError
+from commgrid.health.detector import CalledGroup
 from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.torch_compat import ended_groups
@@ -21,7 +22,7 @@ from commgrid.torch_compat.peer_errors import as_peer_error
 
 
 @dataclass
-class Communicator:
+class Communicator(CalledGroup):
     """One communicator of a grid.
 
     Args:
@@ -92,22 +93,6 @@ class Communicator:
         is 1 meanwhile. None on other backends, and before it connects.
         """
         return torch_suspend.memory_of(self.group)
-
-    def error(self) -> str:
-        """The backend's own error: `timeout`, `connection`, or empty."""
-        return torch_groups.error_of(self.group)
-
-    def calls(self) -> int:
-        """How many collectives this rank has issued on it."""
-        return torch_groups.calls_of(self.group)
-
-    def held(self) -> int:
-        """The number of a call in which a thread is held before the device has it; 0: none."""
-        return torch_groups.held_call(self.group)
-
-    def waits(self) -> bool | None:
-        """Whether a call of this rank is under way on it; None: it does not say."""
-        return torch_groups.has_call_under_way(self.group)
 
     def describe(self) -> str:
         return f"communicator {','.join(self.names)} of {_short(self.ranks)}"

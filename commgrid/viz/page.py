@@ -100,12 +100,14 @@ def draw_page(
 
 
 def _filled(file: str, data: Mapping[str, Any]) -> str:
-    """A page of this folder with its data."""
-    page = (files("commgrid.viz") / file).read_text(encoding="utf-8")
+    """A page of this folder with its data, in the style of all pages."""
+    page, style = (
+        (files("commgrid.viz") / each).read_text(encoding="utf-8") for each in (file, "style.css")
+    )
     text = json.dumps(data, separators=(",", ":"))
     # Within a script element only these could end or change it; JSON reads them back the same.
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return page.replace("/*DATA*/null", safe)
+    return page.replace("/*STYLE*/", style).replace("/*DATA*/null", safe)
 
 
 def write_page(page: str, path: Path) -> None:

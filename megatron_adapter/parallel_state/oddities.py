@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import torch.distributed as dist
@@ -122,14 +123,8 @@ def get_data_parallel_world_size(
     partial_data_parallel: bool = False,
 ) -> int:
     """The size of `get_data_parallel_group`; 0 without torch.distributed."""
-
-    def ask() -> int:
-        return get_data_parallel_group(
-            with_context_parallel, with_gtp_remat=with_gtp_remat,
-            partial_data_parallel=partial_data_parallel,
-        ).size()  # fmt: skip
-
-    return _asked("_MPU_DATA_PARALLEL_WORLD_SIZE", ask)
+    asked = with_context_parallel, with_gtp_remat, partial_data_parallel
+    return _asked("_MPU_DATA_PARALLEL_WORLD_SIZE", methodcaller("size"), *asked)
 
 
 def get_data_parallel_rank(
@@ -139,22 +134,19 @@ def get_data_parallel_rank(
     partial_data_parallel: bool = False,
 ) -> int:
     """This rank's position in `get_data_parallel_group`; 0 without torch.distributed."""
-
-    def ask() -> int:
-        return get_data_parallel_group(
-            with_context_parallel, with_gtp_remat=with_gtp_remat,
-            partial_data_parallel=partial_data_parallel,
-        ).rank()  # fmt: skip
-
-    return _asked("_MPU_DATA_PARALLEL_RANK", ask)
+    asked = with_context_parallel, with_gtp_remat, partial_data_parallel
+    return _asked("_MPU_DATA_PARALLEL_RANK", methodcaller("rank"), *asked)
 
 
-def _asked(override: str, ask: Callable[[], int]) -> int:
-    """What a program has set; else the group's answer, 0 without torch.distributed."""
+def _asked(
+    override: str, tells: Callable[[Any], int], with_cp: bool, with_gtp: bool, part: bool
+) -> int:
+    """What a program has set; else what the group tells, 0 without torch.distributed."""
     said: int | None = peek(override)
-    if said is not None:
-        return said
-    return ask() if is_up() else 0
+    if said is not None or not is_up():
+        return said or 0
+    group = get_data_parallel_group(with_cp, with_gtp_remat=with_gtp, partial_data_parallel=part)
+    return tells(group)
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
