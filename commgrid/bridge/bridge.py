@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from commgrid.bridge.contract import Contract, Facts, conclude
-from commgrid.bridge.exchange import Moving, shapes_of
-from commgrid.bridge.headers import PendingGradients
+from commgrid.bridge.exchange import Moving
 from commgrid.bridge.links import BridgeLinks
 from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
 from commgrid.collectives.first_order import first_order
@@ -137,7 +136,6 @@ class Bridge(nn.Module):
         self._copies = (copies,) if isinstance(copies, str) else tuple(copies)
         self._partial = (partial,) if isinstance(partial, str) else partial and tuple(partial)
         self._links: BridgeLinks | None = None
-        self._ledger = PendingGradients(self._about)
         self._crossings: dict[bool, Contract] = {}
         self._calls = 0
         self._meet(grids, deadline, limit, device)
@@ -252,8 +250,6 @@ class Bridge(nn.Module):
             ShapeError: a rank gave no tensor, or tensors do not fit each other or the cuts.
             SpecError: the tensors have no such dim, or a dtype that NCCL does not send.
             GridMismatchError: in the first call, the source's copies differ.
-            CommGridError: the gradient of an earlier call was sent, and a source's rank has dropped
-                the zero that would have received it.
             GoneError: a rank did not come, or is gone; it is named.
             GridDestroyedError: the bridge was destroyed, or one of its grids.
         """
@@ -345,11 +341,8 @@ class _Crossing(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.bridge, ctx.crossing, ctx.number = bridge, crossing, number
         ctx.shape = None if x is None else x.shape
-        if x is not None and crossing.backward:
-            shapes = shapes_of(crossing.backward, crossing.dims, x.shape)
-            ctx.owed = bridge._ledger.owe(number, shapes) if shapes else None
         arrived = Moving(
-            bridge._live, bridge._ledger, number, crossing, crossing.forward, x, crossing.arrives
+            bridge._live, number, crossing, crossing.forward, x, crossing.arrives
         ).forward()
         if arrived is None:
             return torch.zeros((), dtype=crossing.dtype, device=bridge._live.device)
@@ -361,7 +354,7 @@ class _Crossing(torch.autograd.Function):
         bridge, crossing, number = ctx.bridge, ctx.crossing, ctx.number
         given = gradient if bridge.is_target else None
         back = Moving(
-            bridge._live, bridge._ledger, number, crossing, crossing.backward, given, ctx.shape
+            bridge._live, number, crossing, crossing.backward, given, ctx.shape
         ).backward()
         bridge._live.let_leave(f"forward of call {number}")
         return back, None, None, None, None

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from commgrid.bridge.contract import Contract
-from commgrid.bridge.headers import LENGTH, PendingGradients
 from commgrid.bridge.links import Addressed, BridgeLinks
 from commgrid.bridge.plan import BridgeMessage
 from commgrid.context_parallel.ranges import Ranges
 from commgrid.context_parallel.sharding import take_runs
+from commgrid.errors import CommGridError
 from commgrid.torch_compat import world as torch_world
 
 
@@ -23,7 +23,6 @@ class Moving:
 
     Args:
         links: the ranks on the bridge.
-        ledger: of this rank's calls.
         number: the call's.
         crossing: dtype, and the dims that messages are cut in.
         plan: its messages in this direction.
@@ -34,7 +33,6 @@ class Moving:
     def __init__(
         self,
         links: BridgeLinks,
-        ledger: PendingGradients,
         number: int,
         crossing: Contract,
         plan: Sequence[BridgeMessage],
@@ -42,8 +40,7 @@ class Moving:
         shape: Sequence[int] | None,
     ) -> None:
         me = torch_world.world_rank()
-        self._links, self._ledger, self._number = links, ledger, number
-        self._crossing = crossing
+        self._links, self._number, self._crossing = links, number, crossing
         self._result = None if shape is None else links.new(shape, crossing.dtype)
         self._parts: dict[int, Tensor] = {}  # by sender
         self._leaving: list[Addressed] = []
@@ -58,74 +55,51 @@ class Moving:
                 elif part.numel():
                     self._leaving.append((part.contiguous(), message.receiver))
         self._gets = [message for message in plan if message.receiver == me]
-        self._shapes = {} if shape is None else shapes_of(plan, crossing.dims, shape)
+        shapes = {} if shape is None else _shapes_of(plan, crossing.dims, shape)
+        self._arriving = {
+            sender: links.new(each, crossing.dtype) for sender, each in shapes.items()
+        }
 
     def forward(self) -> Tensor | None:
         """Send parts of the tensor to the target; return what this rank gets.
 
         All ranks make their calls in one order, so that each message is of this call.
         """
-        heads = {sender: self._new_head() for sender in self._shapes}
-        self._parts |= {
-            sender: self._links.new(shape, self._crossing.dtype)
-            for sender, shape in self._shapes.items()
-        }
-        arriving = [
-            one for sender in heads
-            for one in ((heads[sender], sender), (self._parts[sender], sender))
-        ]  # fmt: skip
-        leaving = [
-            one
-            for pair in zip(self._heads(to_target=True), self._leaving, strict=True)
-            for one in pair
-        ]
-        self._links.exchange(f"forward of call {self._number}", leaving, arriving)
-        for sender, head in heads.items():
-            self._ledger.hear(head.tolist(), sender)
-        return self._put_all()
+        return self._exchange(f"forward of call {self._number}")
 
     def backward(self) -> Tensor | None:
         """Send parts of the gradient to the source; return what this rank gets.
 
-        Gradients of other calls, whose backward runs later here, are kept until then.
+        Ranks tell first of which call they are, as autograd may run the backwards of the two sides
+        in different orders.
+
+        Raises:
+            CommGridError: another call's gradient has come.
         """
         call = f"backward of call {self._number}"
-        self._ledger.send(self._number, [receiver for _, receiver in self._leaving])
-        kept = {sender: self._ledger.take(self._number, sender) for sender in self._shapes}
-        self._parts |= {sender: part for sender, part in kept.items() if part is not None}
-        waiting = [sender for sender, part in kept.items() if part is None]
-        heads, parts = self._heads(to_target=False), self._leaving
-        while heads or waiting:
-            came = {sender: self._new_head() for sender in waiting}
-            self._links.exchange(call, heads, [(head, sender) for sender, head in came.items()])
-            calls = {sender: int(head[0]) for sender, head in came.items()}
-            found = {
-                sender: self._links.new(self._shape(of, sender), self._crossing.dtype)
-                for sender, of in calls.items()
-            }
-            self._links.exchange(call, parts, [(part, sender) for sender, part in found.items()])
-            for sender, part in found.items():
-                if calls[sender] == self._number:
-                    self._parts[sender] = part
-                else:
-                    self._ledger.keep(calls[sender], sender, part)
-            waiting = [sender for sender in waiting if calls[sender] != self._number]
-            heads, parts = [], []
-        self._ledger.settle(self._number)
+        mine = torch.tensor([self._number], device=self._links.device)
+        heads = {sender: self._links.new((1,), torch.int64) for sender in self._arriving}
+        self._links.exchange(
+            call, [(mine, receiver) for _, receiver in self._leaving],
+            [(head, sender) for sender, head in heads.items()],
+        )  # fmt: skip
+        for sender, head in heads.items():
+            if (of := int(head)) != self._number:
+                raise CommGridError(
+                    f"{self._links.about}: rank {sender} sent the gradient of call {of}, and this "
+                    f"rank runs the backward of call {self._number}; run backward once for each "
+                    "call, on all ranks of both stages in one order, also of the zero that source "
+                    f"ranks get: if it was dropped, the tensor of call {of} gets no gradient. Give "
+                    "x.detach() if it is to get none"
+                )
+        return self._exchange(call)
+
+    def _exchange(self, call: str) -> Tensor | None:
+        self._links.exchange(
+            call, self._leaving, [(part, sender) for sender, part in self._arriving.items()]
+        )
+        self._parts |= self._arriving
         return self._put_all()
-
-    def _shape(self, call: int, sender: int) -> tuple[int, ...]:
-        return self._shapes[sender] if call == self._number else self._ledger.shape(call, sender)
-
-    def _heads(self, to_target: bool) -> list[Addressed]:
-        heads: list[Addressed] = []
-        for _, receiver in self._leaving:
-            numbers = self._ledger.head(self._number, receiver if to_target else None)
-            heads.append((torch.tensor(numbers, device=self._links.device), receiver))
-        return heads
-
-    def _new_head(self) -> Tensor:
-        return self._links.new((LENGTH,), torch.int64)
 
     def _put_all(self) -> Tensor | None:
         for message in self._gets:
@@ -136,7 +110,7 @@ class Moving:
         return self._result
 
 
-def shapes_of(
+def _shapes_of(
     plan: Sequence[BridgeMessage], dims: Sequence[int], shape: Sequence[int]
 ) -> dict[int, tuple[int, ...]]:
     """Return the shapes of the messages that this rank gets from others, but for empty ones.
