@@ -32,11 +32,9 @@ from commgrid.pipeline_schedules.messages import Exchange
 from commgrid.pipeline_schedules.proof import MOST_LEAVING
 from commgrid.pipeline_schedules.schedule import Send, StageMessage
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.runtime.named_failures import GoneError
+from commgrid.runtime.named_failures import blamed
 from commgrid.runtime.registry import get_grid
-from commgrid.store.search import first_line
 from commgrid.torch_compat.messages import can_send, start_transfers
-from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _HEADER_NUMBERS = 128
 _DTYPES = (
@@ -192,15 +190,13 @@ class StageLinks:
             raise self._explain(error, travelling) from error
 
     def _explain(self, error: RuntimeError, travelling: _Travelling) -> RuntimeError:
-        if not is_peer_failure(error):
-            return error
         peer, me = travelling.peer, self.stage
-        return GoneError(
-            f"stage {peer} (rank {self.ranks[peer]}) is gone or does not answer: stage {me} (rank "
-            f"{self.ranks[me]}) waited on group {self.group.name!r} for the {travelling.message} "
-            f"and got {first_line(error)}",
-            self.ranks[peer],
-        )
+        return blamed(
+            error, [self.ranks[peer]],
+            f"stage {me} (rank {self.ranks[me]}) waited on group {self.group.name!r} for the "
+            f"{travelling.message}",
+            who=f"stage {peer} (rank {self.ranks[peer]})",
+        )  # fmt: skip
 
     # -- declaring ----------------------------------------------------------------------
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from commgrid.runtime.named_failures import GoneError
-from commgrid.store.search import first_line
+from commgrid.runtime.named_failures import blamed
 from commgrid.torch_compat.messages import start_transfers, wait_for
-from commgrid.torch_compat.peer_errors import is_peer_failure
+
+_DONE = "it should have said that it has finished its part"
 
 
 def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None:
@@ -34,21 +34,10 @@ def meet(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> None
     for is_send in (False, True) if is_first else (True, False):
         works = start_transfers(
             group, told * is_send, heard * (not is_send),
-            lambda error, place: _explained(error, ranks[place or 0]),
+            lambda error, place: blamed(error, [ranks[place or 0]], _DONE),
         )  # fmt: skip
         for work, place in zip(works, others, strict=True):
             try:
                 wait_for(work, timeout)
             except RuntimeError as error:
-                raise _explained(error, ranks[place]) from error
-
-
-def _explained(error: RuntimeError, rank: int) -> RuntimeError:
-    """The error to raise for one of torch's, which may be another rank's."""
-    if not is_peer_failure(error):
-        return error
-    return GoneError(
-        f"rank {rank} is gone or does not answer: it should have said that it has finished its "
-        f"part ({first_line(error)})",
-        rank,
-    )
+                raise blamed(error, [ranks[place]], _DONE) from error

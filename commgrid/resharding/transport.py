@@ -24,12 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.ending import meet
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
-from commgrid.runtime.named_failures import GoneError
-from commgrid.store.search import first_line
+from commgrid.runtime.named_failures import blamed
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.messages import (
     Refused,
@@ -42,7 +40,6 @@ from commgrid.torch_compat.messages import (
     starts_batches,
     wait_for,
 )
-from commgrid.torch_compat.peer_errors import is_peer_failure
 
 _MESSAGES = 8  # that fit into what may be under way
 _KEPT = 1 << 16  # boxes whose tensors are looked up once and not in every run
@@ -244,21 +241,15 @@ class Carrier:
 
     def _explain(self, error: RuntimeError, messages: Sequence[Message]) -> RuntimeError:
         """The error to raise for one of torch's, which comes from one of some messages."""
-        if not is_peer_failure(error):
-            return error
         message, peers = messages[0], {each.peer for each in messages}
         if len(peers) > 1:
-            return GoneError(
-                f"one of {describe_ranks(peers)} is gone or does not answer: this rank has waited "
-                f"for their messages ({first_line(error)})"
-            )
+            return blamed(error, peers, "this rank has waited for their messages")
         how = "received from" if message.is_send else "sent to"
-        return GoneError(
-            f"rank {message.peer} is gone or does not answer: it should have {how} this rank "
-            f"{len(message.moves)} boxes, {message.moves[0].tensor.name} first "
-            f"({first_line(error)})",
-            message.peer,
-        )
+        return blamed(
+            error, peers,
+            f"it should have {how} this rank {len(message.moves)} boxes, "
+            f"{message.moves[0].tensor.name} first",
+        )  # fmt: skip
 
     # -- what is in a message -----------------------------------------------------------
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -358,6 +358,22 @@ def _store_is_gone(grid: HyperCommGrid, silent: bool, waited_for: set[int], mine
             f"cannot be reached from here: {mine}"
         )
     return f"{_store_server()} is gone or does not answer, which serves the store: {mine}"
+
+
+def blamed(error: RuntimeError, ranks: Iterable[int], waited: str, who: str = "") -> RuntimeError:
+    """Return the error to raise for one of torch's that other ranks have caused; else the same.
+
+    Args:
+        ranks: that it may come from.
+        waited: for the message: what this rank waited for.
+        who: names them; "": by their numbers.
+    """
+    if not is_peer_failure(error):
+        return error
+    named = sorted({*ranks})
+    who = who or f"{'one of ' * (len(named) > 1)}{describe_ranks(named)}"
+    said = f"{who} is gone or does not answer: {waited} ({first_line(error)})"
+    return GoneError(said, named[0] if len(named) == 1 else None)
 
 
 def no_answer_of(ranks: set[int]) -> str:
