@@ -1,28 +1,22 @@
 """The walk of a gradient: functions of ours entered between backward and the update.
 
 The number is of calls for one more parameter: those of a step of a model with two layers, less
-those of one with one layer. Comprehensions are not counted, as newer Pythons do not call them.
-`pytest -s` prints both walks.
+those of one with one layer. `pytest -s` prints both walks.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import commgrid
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import initialize_parameters
+from tests.walked import walked
 
-OURS = str(Path(commgrid.__file__).parent)
 MOST = 40
 
 
@@ -38,20 +32,14 @@ def walk(num_layers: int, shard: bool) -> Counter[str]:
     )
     seen: Counter[str] = Counter()
 
-    def entered(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OURS) and code.co_name[0] != "<":
-            seen[f"{Path(code.co_filename).relative_to(OURS)} {code.co_name}"] += 1
-
     for _ in range(3):
         seen.clear()
         loss = model(torch.ones(1, 4, dtype=torch.float64)).square().mean()
-        sys.setprofile(entered)
-        loss.backward()
-        reducer.finish()
-        reducer.clip_gradients(1e-3)
-        optimizer.step()
-        sys.setprofile(None)
+        with walked(seen):
+            loss.backward()
+            reducer.finish()
+            reducer.clip_gradients(1e-3)
+            optimizer.step()
         optimizer.zero_grad()
     reducer.close()
     return seen

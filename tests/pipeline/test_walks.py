@@ -1,30 +1,25 @@
 """The walk of a microbatch and of an activation: functions of ours entered for one more of them.
 
 A microbatch's number is of calls for one more in a step of a 1F1B pipeline of two stages; an
-activation's is for one more pair of a column and a row layer, forward and backward. Comprehensions
-are not counted, as newer Pythons do not call them, and of several steps the fewest calls, as a
-stage waits at its end only for messages that are still on their way. `pytest -s` prints the walks.
+activation's is for one more pair of a column and a row layer, forward and backward. Of several
+steps the fewest calls count, as a stage waits at its end only for messages that are still on their
+way. `pytest -s` prints the walks.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import commgrid
 from commgrid.pipeline import Pipeline
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from tests.walked import walked
 
-OURS = str(Path(commgrid.__file__).parent)
 STEPS = 6
 MOST_OF_A_MICROBATCH = (36, 37)  # by stage
 MOST_OF_A_PAIR = {False: 58, True: 94}  # by sequence_parallel
@@ -33,17 +28,10 @@ MOST_OF_A_PAIR = {False: 58, True: 94}  # by sequence_parallel
 def fewest(step: Callable[[], object]) -> Counter[str]:
     """Calls of our functions in the step with the fewest, after a first one."""
     found = []
-
-    def entered(frame: FrameType, event: str, _: Any) -> None:
-        code = frame.f_code
-        if event == "call" and code.co_filename.startswith(OURS) and code.co_name[0] != "<":
-            found[-1][f"{Path(code.co_filename).relative_to(OURS)} {code.co_name}"] += 1
-
     for _ in range(STEPS):
         found.append(Counter[str]())
-        sys.setprofile(entered)
-        step()
-        sys.setprofile(None)
+        with walked(found[-1]):
+            step()
     return min(found[1:], key=Counter.total)
 
 
