@@ -17,7 +17,7 @@ from commgrid.cost_model.memory import Memory, memory_of
 from commgrid.cost_model.model import Model
 from commgrid.cost_model.step import StepCost, step_cost
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.layout.axis_names import nearest, sizes_text
 from commgrid.layout.ranks import MOST_RANK, divisors
 from commgrid.planning.spec import GridSpec
 
@@ -462,7 +462,7 @@ def describe(config: ParallelConfig) -> str:
     'tp 8 · pp 4 · dp 16'
     """
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "etp"}
-    told = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    told = [sizes_text(sizes)] if sizes_text(sizes) else []
     if config.expert_tp != config.tp or config.ep > 1:
         told.append(f"etp {config.expert_tp}")
     return " · ".join(told) or "dp 1"

@@ -12,6 +12,7 @@ from commgrid.cost_model.collective_form import highest
 from commgrid.cost_model.config import RECOMPUTE, ParallelConfig
 from commgrid.cost_model.step import StepCost
 from commgrid.cost_model.term import PARTS
+from commgrid.layout.axis_names import sizes_text
 from commgrid.wording import several
 
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
@@ -194,8 +195,7 @@ def _crossing(group: str, *axes: str) -> _Reason:
             return ""
         levels, place = cost.cluster.levels, highest(spread)
         sizes = {axis: getattr(cost.config, axis) for axis in axes}
-        large = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-        group_of = " · ".join(large) or f"{axes[0]} 1"
+        group_of = sizes_text(sizes) or f"{axes[0]} 1"
         if place == 0:
             return f" ({group_of})"
         return (

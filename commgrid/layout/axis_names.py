@@ -18,6 +18,15 @@ def canonical(axes: Iterable[str], order: tuple[str, ...]) -> str:
     return "_".join(sorted(axes, key=order.index, reverse=True))
 
 
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Sizes above 1 in words; empty if there are none.
+
+    >>> sizes_text({"tp": 8, "cp": 1, "dp": 4})
+    'tp 8 · dp 4'
+    """
+    return " · ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+
+
 def parse(name: str, words: Words) -> frozenset[str] | None:
     """The axes a name spells, or None if it spells none.
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from commgrid.errors import SpecError
+from commgrid.layout.axis_names import sizes_text
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.region import Region
@@ -71,7 +72,7 @@ def refit(
             why = why or f"; {error}"
     axes = " and ".join(shrinking(given))
     fixed = {axis: size for axis, size in full.items() if axis not in shrinking(given)}
-    needs = " · ".join(f"{axis} {size}" for axis, size in fixed.items() if size > 1) or "its sizes"
+    needs = sizes_text(fixed) or "its sizes"
     raise SpecError(
         f"no grid fits {describe_ranks(left)}: {axes} shrink to 1 at least, and {needs} need "
         f"{math.prod(fixed.values())} ranks"

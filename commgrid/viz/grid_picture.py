@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
+from commgrid.layout.axis_names import sizes_text
 from commgrid.planning.plan import GroupPlan
 from commgrid.viz.figure import ALERT, FAINT, INK, colour, ink_on, new_figure
 from commgrid.viz.view import GridView
@@ -82,10 +83,7 @@ def draw_grid(view: GridView) -> Figure:
 
 
 def _title(view: GridView) -> str:
-    dense, *others = (
-        " · ".join(f"{axis} {n}" for axis, n in region.numbers if n > 1)
-        for region in view.spec.regions
-    )
+    dense, *others = (sizes_text(dict(region.numbers)) for region in view.spec.regions)
     title = several(view.spec.world_size, "rank") + (f": {dense}" if dense else "")
     for region, sizes in zip(view.spec.regions[1:], others, strict=True):
         title += f"; {region.name} {sizes}" if sizes else ""
