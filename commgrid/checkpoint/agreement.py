@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -23,7 +22,6 @@ from commgrid.errors import (
     CheckpointError,
     CommGridError,
     GridMismatchError,
-    SpecError,
     UnknownGroupError,
 )
 from commgrid.rendezvous.timeouts import timeouts
@@ -114,16 +112,6 @@ def kind_of(model: Model, optimizer: Optimizers | None) -> str | None:
     if optimizer is None:
         return None if trains else "any"
     return "a list" if isinstance(optimizer, Sequence) else type(optimizer).__name__
-
-
-def count_of(key: str, given: Any, least: int) -> int:
-    try:
-        count = operator.index(given)
-    except TypeError:
-        count = least - 1
-    if count < least:
-        raise SpecError(f"{key}={given!r}: expected a whole number from {least}")
-    return count
 
 
 def compare(calls: Sequence[Call]) -> bool:

@@ -20,7 +20,6 @@ from commgrid.checkpoint.agreement import (
     Progress,
     beside_a_disk,
     compare,
-    count_of,
     everyone,
     failure,
     kind_of,
@@ -38,6 +37,7 @@ from commgrid.collectives.objects import at_first
 from commgrid.equality.digest import digest
 from commgrid.equality.lost_numbers import Lost, lost_by_all, lost_numbers, narrows, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
+from commgrid.layout.ranks import whole_number
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.layouts import counts_averages
@@ -163,7 +163,7 @@ def load(
                 "load the model alone, or save with the names of this model"
             )
         return {
-            "step": step if step is None else count_of("step", step, 0),
+            "step": step if step is None else whole_number("step", step, 0),
             "optimizer": kind_of(model, optimizer),
             "prefix": naming.prefix,
             "strict": strict,

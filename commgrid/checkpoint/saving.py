@@ -23,7 +23,6 @@ from commgrid.checkpoint.agreement import (
     compare,
     compare_copies,
     compare_members,
-    count_of,
     everyone,
     failure,
     kind_of,
@@ -40,6 +39,7 @@ from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
 from commgrid.equality.values import numbers_of
 from commgrid.errors import CheckpointError, SpecError
+from commgrid.layout.ranks import whole_number
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.model_state import ModelState
@@ -249,7 +249,7 @@ class _State:
 
     def call(self) -> Call:
         """Return what has to be equal on all ranks."""
-        step = count_of("step", self.step, 0)
+        step = whole_number("step", self.step, 0)
         return {"step": step, "optimizer": kind_of(self.model, self.optimizer)}
 
     def check_values(self, copies: bool = True) -> None:
@@ -334,7 +334,7 @@ class _Saving:
         """Finish the save before, list what this rank has, and return what is compared."""
         with beside_a_disk(self._group, self._grid):
             finish(self._grid.name)
-        keep = None if self._keep is None else count_of("keep", self._keep, 1)
+        keep = None if self._keep is None else whole_number("keep", self._keep)
         call = self._state.call() | {"keep": keep, "copies": _known_way(self._copies)}
         extra = numbers_of(self._state.extra) if self._compares else None
         self.items.extend(self._state.items(self._grid, first=not self._compares))

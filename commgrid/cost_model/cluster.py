@@ -18,7 +18,7 @@ from typing import Any
 from commgrid.cost_model.collective_form import Fit, Link, Span, fits_from
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
-from commgrid.layout.ranks import highest_rank
+from commgrid.layout.ranks import highest_rank, whole_number
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.yaml import Table, from_file
 from commgrid.planning.yaml_keys import above_zero, check_keys, flag, named
@@ -277,8 +277,8 @@ class Cluster:
             last = place == len(levels) - 1
             check_keys(key, level, _LEVEL, ("size", "measured") if last else ("measured",))
             size = level.get("size")
-            if not (size is None and last) and (type(size) is not int or size < 1):
-                raise SpecError(f"{key}size={size!r}: expected a whole number from 1 on")
+            if not (size is None and last):
+                whole_number(f"{key}size", size)
             made.append(
                 Level(
                     named(key, level),

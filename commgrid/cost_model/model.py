@@ -15,6 +15,7 @@ from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
+from commgrid.layout.ranks import whole_number
 from commgrid.planning.yaml import Table, from_file
 from commgrid.planning.yaml_keys import check_keys, named
 
@@ -91,14 +92,14 @@ class Model:
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "heads", "vocabulary", "sequence", "batch"):
-            _check_whole(key, getattr(self, key), 1)
+            whole_number(key, getattr(self, key), 1, _MOST)
         for key in ("ffn", "kv_heads", "head_size", "expert_ffn", *_LATENT):
             if getattr(self, key) is not None:
-                _check_whole(key, getattr(self, key), 1)
+                whole_number(key, getattr(self, key), 1, _MOST)
         for key in ("experts", "top_k", "shared_ffn", "dense_layers", "window", "mtp_layers"):
-            _check_whole(key, getattr(self, key), 0)
+            whole_number(key, getattr(self, key), 0, _MOST)
         if self.windowed is not None:
-            _check_whole("windowed", self.windowed, 0)
+            whole_number("windowed", self.windowed, 0, _MOST)
         for key in ("gated", "biases", "dropout", "tied"):
             if type(getattr(self, key)) is not bool:
                 raise SpecError(f"{key}={getattr(self, key)!r}: expected true or false")
@@ -330,12 +331,6 @@ class Model:
 
 _LATENT = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
 _MOST = 10**12  # of anything that a model has
-
-
-def _check_whole(key: str, value: object, least: int) -> None:
-    if type(value) is not int or not least <= value <= _MOST:
-        most = f", {_MOST:,} at most" if type(value) is int and value > _MOST else ""
-        raise SpecError(f"{key}={value!r}: expected a whole number from {least} on{most}")
 
 
 MODELS = Table(

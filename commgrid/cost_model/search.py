@@ -18,7 +18,7 @@ from commgrid.cost_model.model import Model
 from commgrid.cost_model.step import StepCost, step_cost
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest, sizes_text
-from commgrid.layout.ranks import MOST_RANK, divisors
+from commgrid.layout.ranks import MOST_RANK, divisors, whole_number
 from commgrid.planning.spec import GridSpec
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
@@ -44,8 +44,8 @@ def _check(fixed: Fixed) -> None:
                 f"some of {', '.join(known)}"
             )
         is_default = key == "etp" and value is None
-        if key in _COUNTS and not is_default and (type(value) is not int or value < 1):
-            raise SpecError(f"{key}={value!r}: expected a whole number from 1 on")
+        if key in _COUNTS and not is_default:
+            whole_number(key, value)
 
 
 @dataclass(frozen=True)
@@ -153,10 +153,7 @@ class _Request:
     fixed: Fixed
 
     def __post_init__(self) -> None:
-        if type(self.world_size) is not int or not 1 <= self.world_size <= MOST_RANK:
-            raise SpecError(
-                f"world_size={self.world_size!r}: expected a whole number from 1 to {MOST_RANK}"
-            )
+        whole_number("world_size", self.world_size, 1, MOST_RANK)
         limit = self.max_memory
         if limit is not None and not (isinstance(limit, int | float) and limit > 0):
             raise SpecError(f"max_memory={limit!r}: expected bytes above 0")

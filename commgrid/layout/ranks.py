@@ -235,6 +235,26 @@ def as_index(value: object) -> int | None:
         return None
 
 
+def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
+    """The int that a value is, within bounds.
+
+    Args:
+        key: begins the message.
+
+    Raises:
+        SpecError: it is none, or outside of them.
+
+    >>> whole_number("top", 3)
+    3
+    """
+    number = as_index(value)
+    too_large = number is not None and most is not None and number > most
+    if number is None or number < least or too_large:
+        reach = f"to {most:,}" if too_large else "on"
+        raise SpecError(f"{key}={value!r}: expected a whole number from {least} {reach}")
+    return number
+
+
 def as_ranks(ranks: object) -> range | RankTuple:
     """The ranks of a grid, in its order: evenly spaced rising ones as a range, others as a tuple.
 

@@ -18,7 +18,7 @@ from commgrid.errors import SpecError, UnknownGroupError
 from commgrid.layout import axis_names as names
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.rank_text import listed_ranks
-from commgrid.layout.ranks import MOST_RANK, as_index, as_ranks, highest_rank
+from commgrid.layout.ranks import MOST_RANK, as_ranks, highest_rank, whole_number
 from commgrid.planning.group import GroupDef, define_groups, find_name
 from commgrid.planning.group_row import UNWANTED, GroupEntry
 from commgrid.planning.region import HSDP, Region
@@ -399,14 +399,10 @@ class GridSpec:
             SpecError: the sizes do not make the number of ranks.
         """
         covered = self.ranks if ranks is None else as_ranks(ranks)
-        size = as_index(world_size)
-        if world_size is not None and (size is None or size < 1):
-            raise SpecError(f"world_size={world_size!r}: expected a positive integer")
+        size = None if world_size is None else whole_number("world_size", world_size, 1, MOST_RANK)
         if covered is None:
             if size is None:
                 raise SpecError("resolve needs world_size or ranks")
-            if size > MOST_RANK:
-                raise SpecError(f"world_size={world_size!r}: expected at most {MOST_RANK}")
             covered = range(size)
         elif size is not None and highest_rank(covered) >= size:
             raise SpecError(

@@ -19,7 +19,7 @@ from commgrid.errors import (
     SpecError,
 )
 from commgrid.layout.rank_text import describe_ranks, unpack
-from commgrid.layout.ranks import as_ranks
+from commgrid.layout.ranks import as_ranks, whole_number
 from commgrid.planning.spec import GridSpec
 from commgrid.planning.survivors import Fits, Rebuilt, refit
 from commgrid.recording import order_check
@@ -91,16 +91,10 @@ def rebuild(
         name or _registry.default,
         None if ranks is None else tuple(sorted(as_ranks(ranks))),
         as_seconds("grace", grace),
-        _count(at_least),
+        None if at_least is None else whole_number("at_least", at_least),
         fits,
         as_seconds("timeout", timeout),
     ).run()
-
-
-def _count(at_least: int | None) -> int | None:
-    if at_least is not None and (type(at_least) is not int or at_least < 1):
-        raise SpecError(f"at_least={at_least!r}: expected a number of ranks, from 1")
-    return at_least
 
 
 class _AttemptError(PeerFailedError):

@@ -16,6 +16,7 @@ from commgrid.equality.lost_numbers import refuse_lost
 from commgrid.errors import CommGridError, PeerFailedError, SpecError, TransferError
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Pairing, check_alive, numbered
+from commgrid.layout.ranks import whole_number
 from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_shared_memory
@@ -140,8 +141,7 @@ class Transfer:
         store: Any = None,
         peer: str | None = None,
     ) -> None:
-        if type(max_bytes) is not int or max_bytes < 1:
-            raise SpecError(f"max_bytes={max_bytes!r}: expected a whole number from 1")
+        max_bytes = whole_number("max_bytes", max_bytes)
         if copies not in COPIES:
             raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
         self._grids = grids_of(source, target, source_grid, target_grid)

@@ -288,7 +288,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         lambda: table(dp={"timeout": float("inf")}),
         r"groups\.dp\.timeout=inf: expected seconds",
     ),
-    "world_size": (lambda: build().resolve(0), r"world_size=0: expected a positive integer"),
+    "world_size": (lambda: build().resolve(0), r"world_size=0: expected a whole number from 1 on"),
     "plan of an open spec": (lambda: GroupPlan.for_rank(build(), 0), r"open sizes \(-1\); call"),
 }
 

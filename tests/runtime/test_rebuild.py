@@ -293,7 +293,7 @@ def test_nothing_is_left_behind() -> None:
 def test_a_bad_argument() -> None:
     with pytest.raises(commgrid.GridNotInitializedError, match="rebuild: torch"):
         commgrid.rebuild()
-    with pytest.raises(commgrid.SpecError, match=r"at_least=0: expected a number of ranks"):
+    with pytest.raises(commgrid.SpecError, match=r"at_least=0: expected a whole number from 1 on"):
         commgrid.rebuild(at_least=0)
     with pytest.raises(commgrid.SpecError, match=r"grace=0: expected seconds above 0"):
         commgrid.rebuild(grace=0)

@@ -15,7 +15,7 @@ from commgrid.testing import run_on_ranks
 def names(traced: bool) -> set[str]:
     """What a profile has of two calls, of which the second one raises."""
     grid = commgrid.initialize(tp=2, trace=traced)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiled:
         all_reduce(torch.ones(3), "tp")
         with pytest.raises((RuntimeError, ValueError)):
             dist.broadcast(torch.ones(3), 7, grid.get_group("dp"))

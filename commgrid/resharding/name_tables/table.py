@@ -36,6 +36,7 @@ from typing import Any
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Shape
+from commgrid.layout.ranks import whole_number
 from commgrid.planning.yaml import from_file, load_yaml
 from commgrid.planning.yaml_keys import check_keys
 from commgrid.resharding.name_tables.parts import Range, TensorParts
@@ -124,8 +125,7 @@ class NameRow:
         if len({*texts}) < len(texts):
             raise SpecError(f"{name}.parts={parts!r}: expected each part once")
         dim, sizes = row.get("dim", 0), row.get("sizes", texts)
-        if type(dim) is not int or dim < 0:
-            raise SpecError(f"{name}.dim={dim!r}: expected a whole number from 0")
+        dim = whole_number(f"{name}.dim", dim, 0)
         if not isinstance(sizes, list | tuple) or len(sizes) != len(texts):
             raise SpecError(f"{name}.sizes={sizes!r}: expected a list of one for each of its parts")
         made = cls(Template(name), tuple(map(Template, texts)), row, config)
