@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from commgrid.errors import CommGridError, SpecError
+from commgrid.errors import CommGridError
 
 TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
+from commgrid.viz.figure import write_text
+
 if TYPE_CHECKING:
     from typing import Any
 
@@ -61,11 +63,8 @@ def write_grid(path: Path, spec: GridSpec, source: str) -> None:
     Raises:
         SpecError: it cannot be written.
     """
-    try:
-        comment = "\n# ".join(source.splitlines())
-        path.write_text(f"# {comment}\n{spec.to_yaml()}", encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error
+    comment = "\n# ".join(source.splitlines())
+    write_text(path, f"# {comment}\n{spec.to_yaml()}")
 
 
 def written(paths: Sequence[Path]) -> list[str]:

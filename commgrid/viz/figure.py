@@ -94,7 +94,24 @@ def save(figure: Figure, path: Path) -> None:
     """
     check_suffix(path, SUFFIXES)
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    try:
+    with writing(path):
         figure.savefig(path, dpi=150, metadata=dates.get(path.suffix))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a page, a grid or a trace.
+
+    Raises:
+        SpecError: a folder that cannot be written to.
+    """
+    with writing(path):
+        path.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Within it, an error of the file system is a SpecError that names the path."""
+    try:
+        yield
     except OSError as error:
         raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from commgrid.planning.spec import GridSpec
-from commgrid.viz.figure import check_suffix, drawing, save
+from commgrid.viz.figure import check_suffix, drawing, save, write_text
 from commgrid.viz.grid_picture import draw_grid
-from commgrid.viz.page import draw_page, write_page
+from commgrid.viz.page import draw_page
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def show(
     per_node = _of_launcher() if gpus_per_node is None else gpus_per_node
     view = GridView(spec, per_node, names, rank)
     if file is not None and file.suffix == ".html":
-        write_page(draw_page(view), file)
+        write_text(file, draw_page(view))
         return None
     with drawing():
         figure = draw_grid(view)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from commgrid.errors import SpecError
@@ -108,18 +107,6 @@ def _filled(file: str, data: Mapping[str, Any]) -> str:
     # Within a script element only these could end or change it; JSON reads them back the same.
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
     return page.replace("/*STYLE*/", style).replace("/*DATA*/null", safe)
-
-
-def write_page(page: str, path: Path) -> None:
-    """Writes a page.
-
-    Raises:
-        SpecError: a folder that cannot be written to.
-    """
-    try:
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error
 
 
 MOST_CALLS = 200_000

@@ -26,9 +26,9 @@ from commgrid.cost_model.crossing import check_within
 from commgrid.errors import SpecError
 from commgrid.pipeline_schedules.schedule import Schedule, make_schedule
 from commgrid.pipeline_schedules.simulator import Simulation, simulate
-from commgrid.viz.figure import SUFFIXES, drawing, save
+from commgrid.viz.figure import SUFFIXES, drawing, save, write_text
 from commgrid.viz.grid_picture import draw_grid
-from commgrid.viz.page import draw_page, page_data, write_page
+from commgrid.viz.page import draw_page, page_data
 from commgrid.viz.schedule_picture import draw_schedule
 from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     view = _view(args)
     simulations = () if simulation is None else (simulation,)
     if args.output is not None and args.output.suffix == ".html":
-        write_page(draw_page(view, simulations), args.output)
+        write_text(args.output, draw_page(view, simulations))
         return _written(args)
     return _give(args, lambda: page_data(view), view.as_text, lambda: draw_grid(view))
 

@@ -20,7 +20,8 @@ from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.layout.ranks import as_ranks
-from commgrid.viz.page import draw_trace_page, write_page
+from commgrid.viz.figure import write_text
+from commgrid.viz.page import draw_trace_page
 from commgrid.viz.side_by_side import side_by_side, steps_table, waited_in_steps
 
 _EXAMPLES = """examples:
@@ -107,9 +108,9 @@ def _write(found: Sequence[Trace], args: argparse.Namespace) -> None:
     if args.output.suffix == ".html":
         seen = diagnosis.diagnose(diagnosis.read(args.folder))
         page = draw_trace_page(as_dict_of(found), seen.as_dict() if seen else None)
-        write_page(page, args.output)
+        write_text(args.output, page)
     else:
-        write_page(json.dumps(as_events(found)), args.output)
+        write_text(args.output, json.dumps(as_events(found)))
 
 
 def as_dict_of(found: Sequence[Trace]) -> dict[str, Any]:
