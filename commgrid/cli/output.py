@@ -14,7 +14,6 @@ from pathlib import Path
 from commgrid.errors import CommGridError
 
 TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
-from commgrid.viz.figure import write_text
 
 if TYPE_CHECKING:
     from typing import Any
@@ -63,6 +62,8 @@ def write_grid(path: Path, spec: GridSpec, source: str) -> None:
     Raises:
         SpecError: it cannot be written.
     """
+    from commgrid.viz.figure import write_text  # few commands write files
+
     comment = "\n# ".join(source.splitlines())
     write_text(path, f"# {comment}\n{spec.to_yaml()}")
 
