@@ -17,11 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from commgrid import checkpoint
 from commgrid.checkpoint import folder as folders
@@ -227,7 +223,10 @@ class _Memory:
         group: ProcessGroup | None,
     ) -> None:
         self._mine, self._forms, self._grid, self._group = mine, forms, grid, group
-        self.keys: Mapping[str, Any] = {key: _metadata(form) for key, form in forms.items()}
+        self.keys: Mapping[str, Any] = {
+            key: BytesStorageMetadata() if form is None else form.stored
+            for key, form in forms.items()
+        }
 
     def check(self, items: Iterable[Item | Value]) -> None:
         """Raises CheckpointError where these are not in it."""
@@ -282,11 +281,3 @@ class _Memory:
         )  # fmt: skip
         carrier.carry()
         carrier.meet()
-
-
-def _metadata(form: Form | None) -> Any:
-    """Return torch's metadata of a tensor, or of a value."""
-    if form is None:
-        return BytesStorageMetadata()
-    properties = TensorProperties(dtype=getattr(torch, form.dtype))
-    return TensorStorageMetadata(properties, torch.Size(form.shape), [])

@@ -260,8 +260,7 @@ def _stretches(items: Iterable[Item], held: LocalBoxes, rank: int) -> list[Stret
         itemsize = item.dtype.itemsize
         tensor = MovedTensor(name, name, str(item.dtype).removeprefix("torch."), itemsize)
         for chunk in item.chunks:
-            box = tuple(chunk.offset), tuple(chunk.data.shape)
-            run = Run(0, [tensor], volume(box) * itemsize >= LARGE, [box])
+            run = Run(0, [tensor], chunk.data.nbytes >= LARGE, [chunk.box])
             if run.size:
                 found.append((run, 0, run.size))
     return found
@@ -278,8 +277,7 @@ def _told(
 ) -> dict[int, Any]:
     """Exchange descriptions: of each source the paths, shapes, dtypes and boxes, and the values."""
     boxes = [
-        (each.path, each.shape, each.dtype, [(c.offset, tuple(c.data.shape)) for c in each.chunks])
-        for each in items
+        (each.path, each.shape, each.dtype, [chunk.box for chunk in each.chunks]) for each in items
     ]
     head = as_tensor(pickle.dumps((boxes, dict(values))), device)
     lengths = all_gather(torch.tensor([len(head)], device=device), group).tolist()

@@ -20,7 +20,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -117,10 +116,7 @@ def reads_of(place: str, item: Item, stored: TensorStorageMetadata) -> list[Read
         item: with memory to read into.
         stored: its tensor in the metadata.
     """
-    boxes = [
-        ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.data.shape))
-        for chunk in item.chunks
-    ]
+    boxes = [chunk.stored for chunk in item.chunks]
     return [
         replace(read, dest_index=MetadataIndex(place, read.dest_index.offset))
         for read in create_read_items_for_chunk_list(item.key, stored, boxes)

@@ -1,7 +1,7 @@
 """Items to files, through torch.distributed.checkpoint's own writer and metadata.
 
 Every rank knows what it has to write, so plans are not gathered before; only what was written is,
-for the metadata. `stored` reads.
+for the metadata. `reader` reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.default_planner import (
     create_default_global_save_plan,
 )
 from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorProperties,
@@ -306,8 +305,6 @@ class _Writes(DefaultSavePlanner):
 
 
 def _write_item(item: Item, chunk: Chunk, index: MetadataIndex) -> WriteItem:
-    sizes = torch.Size(chunk.data.shape)
-    properties = TensorProperties(dtype=item.dtype)
-    box = ChunkStorageMetadata(offsets=torch.Size(chunk.offset), sizes=sizes)
-    data = TensorWriteData(chunk=box, properties=properties, size=torch.Size(item.shape))
+    properties, size = TensorProperties(dtype=item.dtype), torch.Size(item.shape)
+    data = TensorWriteData(chunk=chunk.stored, properties=properties, size=size)
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)

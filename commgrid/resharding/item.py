@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
@@ -216,6 +217,16 @@ class Chunk(NamedTuple):
 
     offset: Shape
     data: Tensor
+
+    @property
+    def box(self) -> Box:
+        """Its offset and size."""
+        return tuple(self.offset), tuple(self.data.shape)
+
+    @property
+    def stored(self) -> ChunkStorageMetadata:
+        """The box as torch's metadata has it."""
+        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.data.shape))
 
 
 @dataclass(frozen=True)

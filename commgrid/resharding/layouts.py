@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
 from commgrid.errors import TransferError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Box, Shape
@@ -47,6 +50,12 @@ class Form:
 
     def __str__(self) -> str:
         return f"shape {self.shape} and dtype {self.dtype}"
+
+    @property
+    def stored(self) -> TensorStorageMetadata:
+        """The tensor as torch's metadata of a checkpoint has it, without its boxes."""
+        properties = TensorProperties(dtype=getattr(torch, self.dtype))
+        return TensorStorageMetadata(properties, torch.Size(self.shape), [])
 
 
 class LayoutEntry(NamedTuple):

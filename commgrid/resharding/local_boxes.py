@@ -61,8 +61,7 @@ class LocalBoxes:
                 f"of shape {tuple(shape)} and dtype {dtype}; expected copies"
             )
         for chunk in _filled(chunks):
-            box = (tuple(chunk.offset), tuple(chunk.data.shape))
-            held.chunks.setdefault(box, []).append(chunk.data)
+            held.chunks.setdefault(chunk.box, []).append(chunk.data)
 
     @cached_property
     def layout(self) -> bytes:

@@ -6,7 +6,7 @@
                                    rank 4 rows 4, 5   ◄─ rank 1
 
 Boxes with the same holders and the same receivers are one pool (see `pools`), a stream of bytes
-that its holders share (see `shares`). A message is made of ranges of such streams.
+that its holders share (see `assignment`). A message is made of ranges of such streams.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SentBoxes(LocalBoxes):
             self.groups.append(tuple(tensor.outputs))
             self._devices[name] = device
             for chunk in chunks:
-                self._add(tensor, (tuple(chunk.offset), tuple(chunk.data.shape)), dtype)
+                self._add(tensor, chunk.box, dtype)
 
     def _add(self, tensor: Converted, box: Box, dtype: torch.dtype) -> None:
         """Adds what is made of a box, on the meta device: it has a shape, and no memory yet."""

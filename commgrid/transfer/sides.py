@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 
 from commgrid.checkpoint.agreement import compare_members, members_of
@@ -214,7 +212,7 @@ class SourceSide(OneSide):
                 )
 
     def compare_members(self) -> None:
-        """As `copies.compare_members`; collective over the source."""
+        """As `agreement.compare_members`; collective over the source."""
         if self._state is not None:
             compare_members(self._items, self._state)
 
@@ -343,9 +341,7 @@ class TargetSide(OneSide):
             for twin in twins(ours, self.ties):
                 self._offered.setdefault(twin.removeprefix("model."), form)
         self._stored = {
-            name if name.startswith("optimizer.") else f"model.{name}": TensorStorageMetadata(
-                TensorProperties(dtype=getattr(torch, form.dtype)), torch.Size(form.shape), []
-            )
+            name if name.startswith("optimizer.") else f"model.{name}": form.stored
             for name, form in self._offered.items()
         }
         self._told = frozenset(key for offer in offers for key in offer.keys)
@@ -464,7 +460,3 @@ class TargetSide(OneSide):
                 self._optimizer_state.take(self._with_twins(values))
         elif self._state is not None:
             self._state.tell_loaded()
-
-
-def _other(read: str, name: str) -> str:
-    return "" if read == name else read

@@ -18,11 +18,11 @@ from commgrid.transfer import Transfer
 from tests.walked import report, walked
 
 MOST = {
-    "save": 188,
+    "save": 189,
     "load": 234,
     "keep": 137,
     "recover": 241,
-    "make a transfer": 364,
+    "make a transfer": 367,
     "run a transfer": 254,
 }
 
