@@ -25,8 +25,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
-from commgrid.collectives.plain import all_gather, all_reduce
-from commgrid.equality.comparison import ByRank, Fact, compare, number_of
+from commgrid.equality.comparison import ByRank, Fact, compare, number_of, odd_places
 from commgrid.equality.digest import condensed, device_for, digest
 from commgrid.errors import GridMismatchError, NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
@@ -139,14 +138,12 @@ def _told(
             f"tensors of which the ranks of group {named!r} should have copies are not the same "
             f"ones: {told}, of parameters and optimizer state"
         )
-    mine = digests.of_each(copies, device)
-    largest, smallest = all_reduce(torch.cat([mine, -mine]), group, op="max").chunk(2)
-    odd = (largest != -smallest).nonzero().flatten()
-    if not len(odd):
+    odd = odd_places(digests.of_each(copies, device), group)
+    if odd is None:
         return None
-    first = int(odd[0])
-    who = _holders(ranks, all_gather(mine[first : first + 1], group).tolist())
-    others = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
+    count, first, numbers = odd
+    who = _holders(ranks, list(numbers.values()))
+    others = f", and so do {count - 1} more tensors" if count > 1 else ""
     told = " and ".join(describe_ranks(holding) for _, holding in who)
     return GridMismatchError(
         f"{copies[first].name} differs between {told} of group {named!r}{others}"

@@ -110,6 +110,30 @@ def on_all(
     return wrong, mark
 
 
+ABSENT = -(1 << 63)
+"""Stands for no number in `odd_places`; less than any number and its negative."""
+
+
+def odd_places(mine: Tensor, group: ProcessGroup) -> tuple[int, int, dict[int, int]] | None:
+    """Compare many whole numbers among ranks, such as digests; collective over the group.
+
+    Args:
+        mine: int64, each with a negative; `ABSENT` where this rank has none.
+
+    Returns:
+        How many places differ, the first of them, and its number on each rank; None: none does.
+    """
+    both = torch.cat([mine, torch.where(mine == ABSENT, mine, -mine)])
+    largest, smallest = all_reduce(both, group, op="max").chunk(2)
+    odd = (largest != -smallest).nonzero().flatten()
+    if not len(odd):
+        return None
+    first = int(odd[0])
+    found = all_gather(mine[first : first + 1], group).tolist()
+    by_rank = dict(zip(dist.get_process_group_ranks(group), found, strict=True))
+    return len(odd), first, by_rank
+
+
 def _compare(group: ProcessGroup, facts: list[Fact]) -> CommGridError | None:
     given = [torch.as_tensor(fact.numbers, dtype=torch.float64) for fact in facts]
     numbers = torch.cat(given)

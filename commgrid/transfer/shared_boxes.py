@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.collectives.plain import all_reduce
+from commgrid.equality.comparison import ABSENT, odd_places
 from commgrid.equality.digest import condensed, digest
 from commgrid.equality.lost_numbers import Lost, lost_numbers, narrows
 from commgrid.errors import TransferError
@@ -23,7 +24,6 @@ from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.torch_compat import groups as torch_groups
 
 _PARTS = "optimizer."
-_ABSENT = -(1 << 63)  # less than any digest and its negative
 
 
 def check_replicas(target: GridLayouts, places: Mapping[int, tuple[int, ...]]) -> None:
@@ -188,25 +188,27 @@ class SharedBoxes:
                 mine[number] = digest(torch.cat(some)).bitwise_right_shift(1)
         except Exception as error:  # which the others, who wait, are to hear
             failed = error
-        odd, fails, asked = self._odd(mine, failed is not None, asks)
-        return fails or bool(len(odd)), asked, failed
+        both = torch.cat([mine, torch.where(mine == ABSENT, mine, -mine)])
+        flags = mine.new_tensor([failed is not None, asks])  # with them it is one all-reduce
+        ends = all_reduce(torch.cat([both, flags]), self._group, op="max")
+        largest, smallest = ends[:-2].chunk(2)
+        fails, asked = ends[-2:].tolist()
+        return bool(fails) or not torch.equal(largest, -smallest), bool(asked), failed
 
     def differing(self, held: LocalBoxes | None) -> str | None:
         """Describe a difference, with its ranks; None: there is none. Collective over the group."""
         mine = self._absent(self._count)
         for number, tensor, _ in self._own_boxes(held):
             mine[number] = digest(tensor).bitwise_right_shift(1)
-        odd, _, _ = self._odd(mine)
-        if not len(odd):
+        odd = odd_places(mine, self._group)
+        if odd is None:
             return None
-        first = int(odd[0])
-        found = all_gather(mine[first : first + 1], self._group).tolist()
-        by_rank = dict(zip(dist.get_process_group_ranks(self._group), found, strict=True))
+        count, first, by_rank = odd
         name, box, places = self._box(first)
         ranks = sorted(rank for place in places for rank in self._ranks_of[place])
         lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
         others = describe_ranks([one for one in ranks if one not in lead])
-        more = f", and so do {len(odd) - 1} more tensors" if len(odd) > 1 else ""
+        more = f", and so do {count - 1} more tensors" if count > 1 else ""
         return (
             f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
             f"differs between {describe_ranks(lead)} and {others}{more}"
@@ -214,22 +216,7 @@ class SharedBoxes:
 
     def _absent(self, count: int) -> Tensor:
         """Numbers of boxes that this rank has not; those of others have a negative each."""
-        return torch.full((count,), _ABSENT, device=torch_groups.devices_of(self._group)[-1])
-
-    def _odd(
-        self, mine: Tensor, failed: bool = False, asks: bool = False
-    ) -> tuple[Tensor, bool, bool]:
-        """Compare numbers with other ranks'.
-
-        Returns:
-            The places of those that differ, and whether a rank has failed, or asks.
-        """
-        both = torch.cat([mine, torch.where(mine == _ABSENT, mine, -mine)])
-        flags = mine.new_tensor([failed, asks])
-        ends = all_reduce(torch.cat([both, flags]), self._group, op="max")
-        largest, smallest = ends[:-2].chunk(2)
-        fails, asked = ends[-2:].tolist()
-        return (largest != -smallest).nonzero().flatten(), bool(fails), bool(asked)
+        return torch.full((count,), ABSENT, device=torch_groups.devices_of(self._group)[-1])
 
     def _own_boxes(self, held: LocalBoxes | None) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
         """This rank's boxes, each with its number and the places that have it."""
