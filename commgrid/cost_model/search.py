@@ -99,6 +99,7 @@ def search(
             f"order={order!r}: expected {', '.join(ORDERS)}{nearest(str(order), ORDERS)}"
         )
     request = _Request(model, world_size, cluster, max_memory, fixed)
+    ParallelConfig.of(**request.step)  # which checks the rest
     cluster.check_world(world_size)
     searching = _Search(request, Machine(cluster, calibration))
     for grid in _grids(request, searching.refusals):
@@ -129,16 +130,14 @@ def fastest(
     """
     step.setdefault("zero_stage", 1)
     grid = ParallelConfig(spec, **step)
-    sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep", "order")}
-    if model.experts:
-        sizes["etp"] = grid.expert_tp
-    if grid.dp_replicate > 1:
-        sizes["dp_replicate"] = grid.dp_replicate
-    request = _Request(model, grid.world_size, cluster, max_memory, {**sizes, **step})
+    given = {"order": grid.order, **step}
+    request = _Request(model, grid.world_size, cluster, max_memory, given)
     searching = _Search(request, Machine(cluster, CALIBRATION))
     searching.try_grid(grid)
     if not searching.found and searching.smallest is None:
-        _refuse(searching)
+        copies = {"dp_replicate": grid.dp_replicate} if grid.dp_replicate > 1 else {}
+        sizes = {**_sizes_of(grid, model), **copies, **given}
+        _refuse(replace(searching, request=replace(request, fixed=sizes)))
     return min(searching.found, key=lambda cost: cost.seconds, default=None)
 
 
@@ -162,7 +161,6 @@ class _Request:
             raise SpecError(
                 f"etp={self.fixed['etp']}: model {self.model.name!r} has no experts; leave it out"
             )
-        ParallelConfig.of(**self.step)  # which checks the rest
 
     @property
     def step(self) -> dict[str, Any]:
@@ -285,9 +283,7 @@ class _Search:
         """A grid in each order that it may have, which changes no memory."""
         if grid.pp == 1 or grid.dp == 1 or "order" in self.request.fixed:
             return [grid.spec]
-        sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
-        if self.request.model.experts:
-            sizes["etp"] = grid.expert_tp
+        sizes = _sizes_of(grid, self.request.model)
         others = self.request.configs(self.refusals, **sizes, order=ORDERS[1])
         return [grid.spec, *(other.spec for other in others)]
 
@@ -301,6 +297,12 @@ class _Search:
                 return tried, memory
         self._note(tried, memory)
         return None
+
+
+def _sizes_of(grid: ParallelConfig, model: Model) -> dict[str, int]:
+    """The sizes that `ParallelConfig.of` makes a grid of."""
+    sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+    return {**sizes, "etp": grid.expert_tp} if model.experts else sizes
 
 
 def memory_limit(cluster: Cluster, max_memory: float | None) -> float:

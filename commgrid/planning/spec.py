@@ -409,13 +409,12 @@ class GridSpec:
                 f"ranks={listed_ranks(covered)}: the world has only ranks 0-{size - 1}; "
                 "leave the others out, or start more"
             )
+        everyone = ranks is None and self.ranks is None
+        if self.is_resolved and covered == self.grid_ranks and (everyone or covered == self.ranks):
+            return self  # and its cached properties
         dense = self.regions[0].resolve(len(covered), {})
         rest = [r.resolve(len(covered), dict(dense.numbers)) for r in self.regions[1:]]
-        regions = (dense, *rest)
-        everyone = ranks is None and self.ranks is None
-        if regions == self.regions and (everyone or covered == self.ranks):
-            return self  # and its cached properties
-        return replace(self, regions=regions, ranks=None if everyone else covered)
+        return replace(self, regions=(dense, *rest), ranks=None if everyone else covered)
 
     # -- writing it ---------------------------------------------------------------------
 

@@ -56,10 +56,11 @@ def run(args: argparse.Namespace, groups: Callable[[GridSpec, Cluster], str]) ->
     if not args.auto:
         refuse_unused(args, ["top"], "goes with --auto")
         refuse_unused(args, _OF_A_START, "is about a grid's start; leave out --model")
-        spec = resolve(read_spec(args), args.world_size)
+        given = read_spec(args)
+        spec = resolve(given, args.world_size)
         check_within(spec, cluster)
         cost = given_step(spec, model, cluster, max_memory=max_memory, **fixed)
-        _write(args, read_spec(args), [cost], _comment(args, cost.config))
+        _write(args, given, [cost], _comment(args, cost.config))
         limit = max_memory or cluster.accelerator.memory
         give(
             args,
