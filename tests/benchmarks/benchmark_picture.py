@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from commgrid.errors import SpecError
 from commgrid.viz.figure import INK, colour, new_figure
-from commgrid.viz.json_file import read_json
+from tests.benchmarks.json_file import read_json
 from tests.benchmarks.report import Row
 
 if TYPE_CHECKING:

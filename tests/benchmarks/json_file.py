@@ -1,4 +1,4 @@
-"""Files of JSON that runs have written, read with errors that name the file."""
+"""Files of JSON that benchmarks have written, read with errors that name the file."""
 
 from __future__ import annotations
 
