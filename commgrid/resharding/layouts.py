@@ -17,16 +17,16 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
-
-import torch
-from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+from typing import TYPE_CHECKING, NamedTuple
 
 from commgrid.errors import TransferError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Box, Shape
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.dtypes import keeps_numbers
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 _MOST_TOLD = 3
 _LENGTH = 8  # bytes
@@ -54,6 +54,9 @@ class Form:
     @property
     def stored(self) -> TensorStorageMetadata:
         """The tensor as torch's metadata of a checkpoint has it, without its boxes."""
+        import torch  # which planning does without
+        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
         properties = TensorProperties(dtype=getattr(torch, self.dtype))
         return TensorStorageMetadata(properties, torch.Size(self.shape), [])
 
