@@ -724,9 +724,16 @@ MUTANTS = (
     ),
     Mutant(
         "the first tensor is named, whichever differs",
-        "commgrid/replicas.py",
+        "commgrid/equality/comparison.py",
         "odd = (largest != -smallest).nonzero().flatten()",
         "odd = (largest != -smallest).nonzero().flatten() * 0",
+        ("tests/test_replicas.py",),
+    ),
+    Mutant(
+        "copies that differ are said to be other ranks'",
+        "commgrid/replicas.py",
+        "who = _holders(ranks, list(numbers.values()))",
+        "who = _holders(ranks[::-1], list(numbers.values()))",
         ("tests/test_replicas.py",),
     ),
     # -- parameters --------------------------------------------------------------------------
