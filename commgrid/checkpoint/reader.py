@@ -31,6 +31,7 @@ from commgrid.checkpoint.archive import DamagedError, Tensors, parts_of
 from commgrid.checkpoint.trust import Unread, read_metadata, read_value
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
+from commgrid.layout.box import slices
 from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.resharding.item import Item, Value
 
@@ -366,16 +367,11 @@ class _Reads:
             return
         stored = archive.tensor(self._tensors)
         for read in archive.reads:
-            target = _box(self._data[read.dest_index], read.dest_offsets, read.lengths)
-            target.copy_(_box(stored, read.storage_offsets, read.lengths))
+            size, start = tuple(read.lengths), (0,) * len(read.lengths)
+            target = self._data[read.dest_index][slices((tuple(read.dest_offsets), size), start)]
+            target.copy_(stored[slices((tuple(read.storage_offsets), size), start)])
             self._done += target.nbytes
             self._report(self._done, self._total)
-
-
-def _box(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _some(names: Sequence[str]) -> str:

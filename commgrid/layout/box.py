@@ -36,6 +36,16 @@ def common(one: Box, other: Box) -> Box | None:
     return tuple(offset), tuple(size)
 
 
+def slices(box: Box, at: Sequence[int]) -> tuple[slice, ...]:
+    """The indices of a box in a tensor that begins at an offset of the full one.
+
+    >>> slices(((2, 0), (2, 4)), at=(1, 0))
+    (slice(1, 3, None), slice(0, 4, None))
+    """
+    places = zip(*box, at, strict=True)
+    return tuple(slice(begin - own, begin - own + size) for begin, size, own in places)
+
+
 def without(whole: Box, part: Box) -> Iterator[Box]:
     """The rest of a box without a part of it, as boxes.
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from commgrid.errors import SpecError, TransferError
-from commgrid.layout.box import Box, Shape, common
+from commgrid.layout.box import Box, Shape, common, slices
 from commgrid.resharding.item import Chunk
 from commgrid.resharding.layouts import Form, LayoutEntry, pack
 
@@ -77,8 +77,7 @@ class LocalBoxes:
         """The part of this rank's tensor that a box is."""
         for (offset, size), tensors in self._tensors[name].chunks.items():
             if common((offset, size), box) == box:
-                places = zip(box[0], box[1], offset, strict=True)
-                return tensors[0][tuple(slice(b - o, b - o + n) for b, n, o in places)]
+                return tensors[0][slices(box, offset)]
         raise AssertionError(f"{name} has no {box}")
 
     def tensors(self, name: str) -> list[Tensor]:

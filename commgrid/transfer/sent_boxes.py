@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commgrid.errors import SpecError, TransferError
 from commgrid.layout.axis_names import nearest
-from commgrid.layout.box import Box, common, volume
+from commgrid.layout.box import Box, common, slices, volume
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.dtypes import unscaled
 from commgrid.resharding.item import Chunk
@@ -120,9 +120,7 @@ class SentBoxes(LocalBoxes):
         """The part of a tensor that a box is; what is converted is made now."""
         for at, piece in self._pieces.get(name, {}).items():
             if common(at, box) == box:
-                places = zip(*box, at[0], strict=True)
-                made = self._convert(piece)[name]
-                return made[tuple(slice(b - o, b - o + n) for b, n, o in places)]
+                return self._convert(piece)[name][slices(box, at[0])]
         return super().view(name, box)
 
     def tensors(self, name: str) -> list[Tensor]:

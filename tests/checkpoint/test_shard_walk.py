@@ -21,7 +21,7 @@ MOST = {
     "save": 189,
     "load": 234,
     "keep": 137,
-    "recover": 241,
+    "recover": 242,
     "make a transfer": 367,
     "run a transfer": 254,
 }
