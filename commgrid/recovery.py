@@ -175,9 +175,6 @@ class _Chosen:
 def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> _Chosen:
     """The newest state that is whole, in memory or else in the folder.
 
-    Args:
-        grid: its name.
-
     Raises:
         CheckpointError: there is none.
     """
@@ -207,13 +204,7 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
 
 
 class _Memory:
-    """States in the memory of all ranks of a grid, as something to load from.
-
-    Args:
-        mine: this rank's part of it; None: it has none.
-        forms: of the whole.
-        grid, group: whose ranks.
-    """
+    """States in the memory of all ranks of a grid, as something to load from."""
 
     def __init__(
         self,

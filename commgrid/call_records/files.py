@@ -209,12 +209,7 @@ def _lengths(held: Iterable[Contents]) -> dict[str, int]:
 
 
 def _trace(held: Contents, lengths: Mapping[str, int]) -> Trace:
-    """A trace from a ring.
-
-    Args:
-        held: its contents.
-        lengths: parts of the names of files.
-    """
+    """A trace from a ring."""
     (rank,) = _whole(held.noted("rank") or [0])
     host = str((*held.noted("process"), *[""] * 5)[4])
     groups: dict[int, Group] = {}

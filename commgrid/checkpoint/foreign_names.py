@@ -143,13 +143,7 @@ class Renamed:
                     self._name(f"{_OPTIONS}{own}.{option}", stored)
 
     def _add_parts(self, naming: Naming, key: str, name: str, begin: str, end: str) -> None:
-        """Name a parameter's tensor, or state of it.
-
-        Args:
-            key: stored.
-            name: of the parameter.
-            begin, end: of the new names.
-        """
+        """Name a parameter's tensor, or state of it."""
         cut = naming.source(name, self._shape(name))
         is_cut = cut.ranges and cut.shape == tuple(getattr(self._source.keys[key], "size", ()))
         for own in cut.names:
@@ -238,11 +232,7 @@ def _text(dtype: torch.dtype) -> str:
 
 
 def _refuse_nested(paths: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse dicts and lists that torch has taken apart, whose keys' types it does not say.
-
-    Args:
-        paths: of each key.
-    """
+    """Refuse dicts and lists that torch has taken apart, whose keys' types it does not say."""
     for path in paths.values():
         if path[:2] == ("optimizer", "state") and len(path) > 4:
             raise CheckpointError(

@@ -49,10 +49,6 @@ def has_scales(model: nn.Module | Sequence[nn.Module]) -> bool:
 class _Reader(QuantizedHuggingFaceStorageReader):
     """torch's reader of the files that belong together; a weight with scales is their product.
 
-    Args:
-        folder: of the files.
-        scales: whether weights with scales are multiplied by these.
-
     Attributes:
         factors: by weight the scales that it is multiplied by after it was read, one number or one
             for each index of some dims; their names and metadata.

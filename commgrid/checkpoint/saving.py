@@ -305,14 +305,7 @@ class _State:
 
 
 class _Saving:
-    """One rank's part in saving a checkpoint.
-
-    Args:
-        grid, group: whose ranks save.
-        folder: of checkpoints.
-        state: what is saved.
-        keep, copies: as `save` takes them.
-    """
+    """One rank's part in saving a checkpoint."""
 
     def __init__(
         self,

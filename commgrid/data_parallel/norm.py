@@ -154,11 +154,6 @@ def reduce_partial_gradients(model: nn.Module) -> None:
 def _check_summed(everything: Sequence[Placement], data: str, grid: HyperCommGrid) -> None:
     """Refuses gradients that differ between copies, over whose ranks FSDP2's mesh does not sum.
 
-    Args:
-        everything: the model's parameters, some sharded by FSDP2.
-        data: the name of the group over which gradients should be averaged.
-        grid: its grid.
-
     Raises:
         GridMismatchError: names the first such parameter and the ranks.
     """

@@ -77,10 +77,6 @@ class _StoreSearch:
 
     Torch's client waits in C++, for ever where something listens that never answers, and so may
     looking up a host's name: there neither a time limit nor Ctrl-C would reach the main thread.
-
-    Args:
-        launch: whose store.
-        deadline: `time.monotonic()` at which to give up.
     """
 
     def __init__(self, launch: Launch, deadline: float) -> None:

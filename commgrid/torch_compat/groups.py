@@ -162,11 +162,7 @@ def _places(ranks: Sequence[int]) -> Any:
 
 
 class _Places(Mapping[int, int]):
-    """`_places` of ranks that are no list: a dict of many takes long to make.
-
-    Args:
-        ranks: of the group, in its order.
-    """
+    """`_places` of ranks that are no list: a dict of many takes long to make."""
 
     def __init__(self, ranks: RankSet) -> None:
         self._ranks = ranks
