@@ -454,14 +454,18 @@ def _without(request: _Request, field: str) -> _Request:
     )
 
 
-def describe(config: ParallelConfig) -> str:
-    """A grid's sizes above 1.
+def describe(config: ParallelConfig, model: Model | None = None) -> str:
+    """A grid's sizes above 1, and etp where experts are cut otherwise than the rest.
+
+    Args:
+        model: None: it may have experts.
 
     >>> describe(ParallelConfig.of(tp=8, pp=4, dp=16))
     'tp 8 · pp 4 · dp 16'
     """
     sizes = {axis: getattr(config, axis) for axis in AXES if axis != "etp"}
     told = [sizes_text(sizes)] if sizes_text(sizes) else []
-    if config.expert_tp != config.tp or config.ep > 1:
+    has_experts = model is None or bool(model.experts)
+    if has_experts and (config.expert_tp != config.tp or config.ep > 1):
         told.append(f"etp {config.expert_tp}")
     return " · ".join(told) or "dp 1"

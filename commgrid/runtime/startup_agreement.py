@@ -24,7 +24,7 @@ from commgrid.torch_compat.peer_errors import address_of, lost_by_gloo
 
 
 def _on_this_host(rank: int) -> tuple[str, Sequence[int]]:
-    """Return the host's name, and the ranks on it, for others; empty if the launcher does not say."""
+    """Return the host's name, and the ranks on it, or none if the launcher does not say."""
     ranks = ranks_here(rank)
     with suppress(OSError):
         return (own_host(), ranks) if ranks else ("", ())

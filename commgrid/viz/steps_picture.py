@@ -39,7 +39,7 @@ def draw_steps(rows: Sequence[StepCost]) -> Figure:
             said, (starts[place], place), xytext=(4, 0), textcoords="offset points", va="center",
             color=INK,
         )  # fmt: skip
-    axes.set_yticks(range(len(rows)), [describe(step.config) for step in rows])
+    axes.set_yticks(range(len(rows)), [describe(step.config, step.model) for step in rows])
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.set_xlim(0, longest * 1.22)
     axes.set_xlabel("seconds of a step")

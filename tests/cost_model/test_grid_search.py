@@ -12,7 +12,7 @@ import pytest
 from commgrid.cost_model.cluster import CLUSTERS, Cluster
 from commgrid.cost_model.config import ORDERS, RECOMPUTE, ParallelConfig
 from commgrid.cost_model.model import MODELS, Model
-from commgrid.cost_model.search import FAR, describe, search
+from commgrid.cost_model.search import FAR, describe, fastest, search
 from commgrid.cost_model.step import StepCost, step_cost
 from commgrid.cost_model.term import Term
 from commgrid.cost_model.why import limits, why_worse
@@ -140,6 +140,15 @@ def test_every_grid_that_is_found_is_a_real_one() -> None:
         assert expert["ep"] == config.ep
         assert expert["edp"] == config.edp
         assert cost.memory.total <= H100.device.memory
+
+
+def test_a_dense_models_grid_is_told_without_experts() -> None:
+    """torchtitan's region of experts is there for any model."""
+    spec = GridSpec.from_preset("torchtitan", tp=2).resolve(16)
+    cost = fastest(replace(MODELS["llama3-8b"], batch=64), spec, H100, zero_stage=3)
+    assert cost is not None
+    assert describe(cost.config, cost.model) == "tp 2 · dp 8"
+    assert describe(cost.config) == "tp 2 · dp 8 · etp 1"
 
 
 def test_the_same_again() -> None:

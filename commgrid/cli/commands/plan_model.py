@@ -172,7 +172,7 @@ def found_text(found: Found, limit: float, top: int) -> list[str]:
         told = f"limited by {limits(cost)}" if cost is best else why_worse(cost, best)
         lines += [
             f"  {_time(cost.seconds):>8} {cost.tokens_per_second:12,.0f} {cost.mfu:6.1%} "
-            f"{cost.memory.total / 1e9:4.0f} GB  {describe(cost.config)}; {_way(cost)}",
+            f"{cost.memory.total / 1e9:4.0f} GB  {describe(cost.config, cost.model)}; {_way(cost)}",
             f"  {'':>8} {'':>12} {'':>6} {'':>7}  {told}",
         ]
     return lines
@@ -250,7 +250,7 @@ def start_lines(config: ParallelConfig, job: str = "", file: str = "") -> list[s
 def step_text(cost: StepCost, limit: float) -> list[str]:
     """A step's time and memory in parts."""
     lines = [
-        f"{_title(cost)} on {describe(cost.config)} of {cost.cluster.name}",
+        f"{_title(cost)} on {describe(cost.config, cost.model)} of {cost.cluster.name}",
         f"  {_way(cost)}",
         *_program(cost),
         "",
