@@ -250,7 +250,7 @@ class GridSpec:
 
     # -- reading it ---------------------------------------------------------------------
 
-    @property
+    @cached_property
     def is_resolved(self) -> bool:
         """Whether every size is a number."""
         return all(region.is_resolved for region in self.regions)
