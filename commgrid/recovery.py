@@ -161,7 +161,7 @@ class _Chosen:
 
     Args:
         tag: of a whole state in memory; None: the checkpoint.
-        step: it is of; 0 for the checkpoint, which says so itself.
+        step: of the state; 0: the checkpoint says it.
         source: as `Recovered` has it.
         lost: what is missing of the newest state that is not whole.
     """
@@ -204,7 +204,7 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
 
 
 class _Memory:
-    """States in the memory of all ranks of a grid, as something to load from."""
+    """Source for `Loading`: the kept states of all ranks."""
 
     def __init__(
         self,

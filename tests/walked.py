@@ -1,7 +1,7 @@
 """Walk of a call: the functions of ours that it enters, as `sys.setprofile` sees them.
 
-Comprehensions, lambdas and the bodies of modules and classes are not counted: newer Pythons do not
-call the first, and the last are an import's.
+Code without a name of its own is not counted: comprehensions, which Python 3.12 does not call,
+lambdas, and the bodies of modules and classes.
 """
 
 from __future__ import annotations

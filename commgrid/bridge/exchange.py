@@ -1,4 +1,4 @@
-"""One way of one call: cuts out what this rank sends, and puts together what it gets."""
+"""Exchange: one rank's messages of one bridge call, in one direction."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ that ranks on several hosts have copies of are safe by that; what has no copy el
 optimizer state that ZeRO-1 cuts over dp, or weights that FSDP cuts, goes to a neighbour along dp on
 another host as well. Where all ranks are on one host, another process is as good as it gets.
 
-The last two are kept: while ranks keep one, and some of them may not get to its end, the one before
-is whole.
+The last two are kept: if a rank fails while it keeps one, the one before is whole.
 """
 
 from __future__ import annotations
@@ -88,7 +87,7 @@ def forget(after: int | None = None, *, grid: str | None = None) -> None:
     """Gives the memory of kept states back.
 
     Args:
-        after: only of those of later steps, behind which training has gone back; None: of all.
+        after: only of those of later steps, which training will repeat; None: of all.
         grid: only of those of the grid of this name; None: of any.
     """
     _kept[:] = [
@@ -183,9 +182,9 @@ class Neighbours:
         return cls(grid, dict(zip(ranks, hosts, strict=True)))
 
     def has_copy(self, item: Item) -> bool:
-        """Whether a rank at another place has what this one has of a tensor.
+        """Whether a rank at another place and of another replica has the same boxes of a tensor.
 
-        And not of the same replica, all of which is left out where a grid has shrunk.
+        A grid that shrinks leaves a whole replica out, so that copies within it do not count.
         """
         layouts = self.grid.spec.layouts.values()
         layout = next(each for each in layouts if set(item.copies) <= set(each.shape))

@@ -1,4 +1,4 @@
-"""Saving: every rank writes what is its own, the first one makes a checkpoint of it."""
+"""Saving: each rank writes its share, and the first rank completes the checkpoint."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def save(
     progress: Progress = True,
     grid: HyperCommGrid | None = None,
 ) -> Path:
-    """Writes a checkpoint; on all ranks of the grid, and complete when it returns on any.
+    """Writes a checkpoint; on all ranks of the grid. It is complete on return, unless `background`.
 
     In the background it returns when the state is copied, and threads write the copy during the
     next steps. The checkpoint gets its name when all ranks have written.
@@ -258,7 +258,7 @@ class _State:
             self._of_optimizer.check_values(copies)
 
     def compare_copies(self, items: Sequence[Item | Value]) -> None:
-        """Refuse copies that differ, of which one would be saved for all; collective."""
+        """Refuse copies that differ, since only one is written; collective."""
         compare_copies(items, self._of_model)
 
     def compare_members(self, items: Sequence[Item | Value]) -> None:
@@ -407,7 +407,7 @@ class _Saving:
 
 
 def _silent(done: int, total: int) -> None:
-    """Where nobody wants to know."""
+    """No progress report."""
 
 
 def _known_way(copies: str) -> str:

@@ -93,7 +93,7 @@ class Cluster:
         device: what each rank has; None: not known.
         levels: the lowest first, most often nodes.
         source: where the numbers are from.
-        fits: of collectives that were measured on a level; `commgrid bench -o` writes them.
+        fits: of collectives that were measured on a level; `fit_cluster.py` writes them.
 
     Example:
         >>> cluster = CLUSTERS["h100"]

@@ -30,7 +30,7 @@ def collective_time(
         cluster: with the latency and bandwidth of each level.
         algorithm: `ring`, `tree`, `hierarchical`, or `pairwise` (all-to-all) and `direct`
             (send/receive); None: the cheapest that the collective has. If a crossed level was
-            measured (`commgrid bench -o`), its fit counts, level by level.
+            measured (`fit_cluster.py`), its fit counts, level by level.
 
     Raises:
         SpecError: an unknown collective, an algorithm that it does not have, a negative size, or a

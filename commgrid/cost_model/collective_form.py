@@ -320,7 +320,7 @@ def fits_from(config: object) -> tuple[Fit, ...]:
         SpecError: what is no list of fits.
     """
     if not isinstance(config, list):
-        raise SpecError(f"fits={config!r}: expected a list, as `commgrid bench -o` writes it")
+        raise SpecError(f"fits={config!r}: expected a list, as `fit_cluster.py` writes it")
     return tuple(Fit.from_dict(f"fits[{n}]", each) for n, each in enumerate(config))
 
 

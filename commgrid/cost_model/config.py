@@ -1,4 +1,4 @@
-"""How a job is parallelised: the sizes of its grid, and how it runs a step."""
+"""Parallel configuration: a grid, and the settings of a step on it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sizes_of(spec: GridSpec) -> Sizes:
     for axis, size in dense.items():
         if size > 1 and axis not in ("tp", "cp", "pp", "ep", *data):
             raise SpecError(
-                f"axes.{axis}: a step's model knows tp, cp, ep, dp and pp; leave out --model"
+                f"axes.{axis}: a step's model knows tp, cp, ep, dp and pp; plan it without one"
             )
     tp, cp, pp = (dense.get(axis, 1) for axis in ("tp", "cp", "pp"))
     dp = math.prod(dense[axis] for axis in data)
@@ -154,7 +154,7 @@ class ParallelConfig:
         imbalance: tokens of the fullest rank's experts, over the mean.
 
     Raises:
-        SpecError: a choice that there is not, or a spec that a step's model does not know.
+        SpecError: an unknown choice, or a spec that a step's model does not know.
 
     Example:
         >>> config = ParallelConfig.of(tp=8, pp=4, dp=16, microbatch=2)

@@ -37,7 +37,7 @@ class LayerCost:
     by_weight: float = 0.0
 
     def mixed(self, other: LayerCost, share: float) -> LayerCost:
-        """The mean with another cost of the same layer, which that share of layers has."""
+        """The mean over layers, a share of which cost `other`."""
 
         def mean(one: float, two: float) -> float:
             return (1 - share) * one + share * two
@@ -83,7 +83,7 @@ class Machine:
 
     @cached_property
     def reached(self) -> Cluster:
-        """The cluster with the bandwidth that is reached of a stated one; measured levels stay."""
+        """The cluster with the share of stated bandwidths that is reached; measured levels stay."""
         share = self.calibration.network
         levels = (
             level if level.measured else replace(level, bandwidth=level.link.bandwidth * share)

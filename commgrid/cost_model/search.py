@@ -1,4 +1,4 @@
-"""Search all grids of a model that are valid and fit, by the time of a step."""
+"""Search for the fastest grids of a model that fit in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from commgrid.planning.spec import GridSpec
 
 AXES = ("tp", "cp", "pp", "dp", "ep", "etp")
 SEARCHED = (*AXES, "order", "microbatch", "virtual_stages", "recompute", "zero_stage")
-"""Fields of `ParallelConfig` that a search chooses where they are not given."""
+"""Arguments of `ParallelConfig.of` that a search chooses where they are not given."""
 MICROBATCHES = (1, 2, 4, 8, 16)
 LARGEST_TP = 64
 FAR = 1.5
@@ -123,7 +123,7 @@ def fastest(
     Args:
         spec: of the grid, resolved.
         max_memory: as of `search`.
-        **step: fields of `ParallelConfig` that are given.
+        **step: fields of `ParallelConfig` that are given; zero_stage is 1, unless it is.
 
     Raises:
         SpecError: no way is valid.
@@ -244,7 +244,7 @@ class _Search:
         return why is None
 
     def state_fits(self, grid: ParallelConfig) -> bool:
-        """Whether what no way to run a step changes fits: weights, gradients, optimizer."""
+        """Whether weights, gradients and optimizer fit, which are those of every way."""
         fixed = self.request.fixed
         least = replace(
             grid, microbatch=fixed.get("microbatch", 1), virtual_stages=1,
@@ -263,7 +263,7 @@ class _Search:
             self.smallest = (config, memory)
 
     def _least(self, config: ParallelConfig) -> float:
-        """Seconds that a step takes at the least: those of the fullest stage's layers."""
+        """Seconds that a step takes at the least: those of the last stage's layers."""
         placement = self.machine.placement(config.spec)
         layer = layer_cost(Job(self.request.model, config, self.machine, placement))
         each = layer.forward_total + layer.backward_total
@@ -368,7 +368,7 @@ def _divisors(number: int, most: int) -> tuple[int, ...]:
 
 
 def _ways(request: _Request, grid: ParallelConfig) -> Iterator[list[ParallelConfig]]:
-    """For each microbatch the numbers of virtual stages that a rank can have."""
+    """For each microbatch the configs with every number of virtual stages that is possible."""
     per_rank = max(request.model.batch // grid.dp, 1)
     layers = -(-request.model.layers // grid.pp)
     for microbatch in request.any("microbatch", MICROBATCHES):

@@ -8,7 +8,7 @@ from commgrid.cost_model.collective import bus_factor
 from commgrid.cost_model.placement import Spread
 
 PARTS = ("compute", "bubble", "tp", "cp", "ep", "pp", "dp", "optimizer")
-"""The parts of a step's time."""
+"""The parts of a step's time; `why` names each and its source."""
 
 
 @dataclass(frozen=True)
@@ -17,10 +17,10 @@ class Term:
 
     Args:
         part: one of `PARTS`.
-        what: in words.
+        what: in words; empty in the terms of a layer, which `step` names.
         times: how often.
-        forward, backward: seconds of one without the hidden part; all is forward where backward
-            is not told apart.
+        forward, backward: seconds of one without the hidden part; forward also holds what is not
+            split between them.
         group: that communicates, by name; "": none does.
         collective, bytes: of one, as `collective_time` takes them.
         ranks: of the group.

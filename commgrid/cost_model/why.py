@@ -18,7 +18,7 @@ from commgrid.wording import several
 _NARAYANAN = "Narayanan et al. 2021, arXiv 2104.04473"
 _KORTHIKANTI = "Korthikanti et al. 2022, arXiv 2205.05198"
 _ZERO = "Rajbhandari et al. 2020, arXiv 1910.02054"
-_FORMS = "commgrid/cost_model/collective_form.py (ring, tree) and collectives.py (hierarchical)"
+_FORMS = "commgrid/cost_model/collective_form.py (ring, tree) and collective.py (hierarchical)"
 
 
 @dataclass(frozen=True)
@@ -247,7 +247,8 @@ _PARTS: Mapping[str, _Part] = MappingProxyType(
             "bubble",
         ),
         "tp": _Part(
-            "tp's collectives", f"{_KORTHIKANTI}, section 4.2.2; none is hidden",
+            "tp's collectives",
+            f"{_KORTHIKANTI}, section 4.2.2; with tp_overlap the part that products do not hide",
             _crossing("tp", "tp"), "tp",
         ),
         "cp": _Part(
@@ -262,7 +263,8 @@ _PARTS: Mapping[str, _Part] = MappingProxyType(
             _crossing("ep", "ep"), "ep",
         ),
         "pp": _Part(
-            "sends between stages", f"{_NARAYANAN}, section 4.1; none is hidden",
+            "sends between stages",
+            f"{_NARAYANAN}, section 4.1; with virtual stages most are hidden",
             _crossing("pp", "pp"), "sends",
         ),
         "dp": _Part(

@@ -49,7 +49,8 @@ def read_mapping(config: Mapping[str, Any], *, arguments: bool = False) -> dict[
 
     Args:
         config: some of `OPTIONS`; in a file null is the default of any.
-        arguments: whether it holds arguments; messages then name `tp` instead of `axes.tp`.
+        arguments: whether it holds arguments; messages then name `tp` instead of `axes.tp`, and
+            None is refused where it is no default.
 
     Raises:
         SpecError: an unknown or missing key, or a value that does not fit.

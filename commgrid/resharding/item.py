@@ -13,7 +13,7 @@ Layers, torch and other libraries cut a full parameter into the boxes that ranks
 |---|---|
 | a layer of commgrid's, or of the user's | `ShardedModule.shards_of` |
 | torch (FSDP2, `parallelize_module`) | the DTensor's own chunks |
-| Megatron-core, Transformers | `foreign` |
+| Megatron-core, Transformers | `parameters/foreign.py` |
 
 A rank holds one box, or several of a Megatron-core parameter with a stride. A sharded optimizer
 holds a range of a parameter's elements: in n dims these are up to 2 n - 1 boxes.
@@ -48,8 +48,8 @@ class Item:
         shape: of the full tensor.
         chunks: this rank's boxes.
         dtype: of the numbers.
-        writes: whether this rank writes its boxes, and where they are read compares checksums;
-            False: a rank with copies of them does.
+        writes: whether this rank writes its boxes, or checks them as it reads; False: a rank with
+            copies of them does.
         repeats: whether several stages may have it, equal ones, without saying so.
         copies: axes along which ranks should have equal boxes, of which one writes.
         shared: stages that have copies too, as of tied embeddings.
@@ -78,7 +78,7 @@ class Item:
             stored: shape of the tensor that is read.
 
         Raises:
-            SpecError: it is of another number of ranks, which nothing makes one.
+            SpecError: it is of another number of ranks, and no `merge` makes them one.
         """
         if self.own is None or tuple(stored) == self.shape:
             return self, None
@@ -332,7 +332,7 @@ def refuse_partial(name: str, tensor: DTensor) -> None:
 
 
 def refuse_unreadable(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor without numbers, or of which the memory has others than it shows."""
+    """Refuse a tensor without numbers, or whose memory does not hold its numbers plainly."""
     told = ""
     if is_lazy(tensor):
         told = "has no shape yet; run the model once, so that lazy modules take theirs"
@@ -354,7 +354,7 @@ def refuse_unreadable(name: str, tensor: Tensor) -> None:
 
 
 def refuse_unwritable(name: str, tensor: Tensor) -> None:
-    """Refuse a target that torch does not write, or of which elements are one in memory."""
+    """Refuse a target that torch does not write, or whose elements share memory."""
     told = ""
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         told = (

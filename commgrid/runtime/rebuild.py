@@ -33,7 +33,7 @@ from commgrid.store.search import first_line
 from commgrid.torch_compat import suspended_groups as torch_suspend
 from commgrid.torch_compat import world as torch_world
 
-_SHARE = 0.5  # of the time that is left, for one attempt: another rank may go meanwhile
+_SHARE = 0.5  # of the time left for each attempt: more ranks may fail meanwhile
 
 
 def rebuild(
@@ -51,8 +51,8 @@ def rebuild(
     stay. The axis that was given as -1 shrinks, or else dp, and then pp. Whole replicas are left
     out, so that as many ranks as possible keep their place on the other axes. Later
     `commgrid.recover` brings together the states that the new grid's ranks have in memory. A rank
-    without a place, as `ranks` of `initialize` or a rebuild left it out or as it only called
-    `join`, waits in this call until a rebuild needs it.
+    without a place, which `initialize(ranks=)` or a rebuild left out or which came by `join`, waits
+    in this call until a rebuild needs it.
 
     Args:
         ranks: exactly these come, and an error names the missing ones. A rank that is not among
@@ -61,9 +61,9 @@ def rebuild(
         grace: how long after the first ranks others may come, in seconds or as timedelta. Ranks
             learn of a failure in their next collective; give more than they compute without one.
             On a watched grid, no rank waits for a process that was seen to end.
-        at_least: how many ranks of the grid before must come; None: half, or more than half where
-            the store is out of reach and others may be there still. Fewer may be the smaller side
-            of a network that was cut, while the larger side continues too.
+        at_least: how many ranks of the grid before must come, where `ranks` is not given; None:
+            half, or more than half where the store is out of reach and others may be there still.
+            Fewer may be the smaller side of a network that was cut, while the larger one continues.
         fits: whether the job can use sizes, `{"tp": 2, "dp": 3, …}`, such as a batch that must
             divide; asked on one rank. None: any.
         timeout: how long it may take in all, likewise; not the waiting of a rank without a part.
@@ -135,7 +135,7 @@ class _Rebuild:
                 self._find_store()
                 verdict = self._meet(made)
                 if before is not None and not self.moved:
-                    before.forget_addresses()  # not before: who is still aborting waits for them
+                    before.forget_addresses()  # only now: ranks still in abort read them
                 if verdict is None:
                     return None
                 if made is None:

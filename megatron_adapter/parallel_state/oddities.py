@@ -1,4 +1,4 @@
-"""Megatron-core's functions that have a rule of their own; all others are rows of `getters`."""
+"""Megatron-core's getters that need code of their own; regular ones are rows of `getters`."""
 
 # Groups and variables of the state are Any.
 # mypy: disable-error-code="no-any-return"
@@ -141,7 +141,7 @@ def get_data_parallel_rank(
 def _asked(
     override: str, tells: Callable[[Any], int], with_cp: bool, with_gtp: bool, part: bool
 ) -> int:
-    """What a program has set; else what the group tells, 0 without torch.distributed."""
+    """The number that a program set, else the group's; 0 without torch.distributed."""
     said: int | None = peek(override)
     if said is not None or not is_up():
         return said or 0
