@@ -71,7 +71,7 @@ class Kept:
 
     @property
     def boxes(self) -> LocalBoxes:
-        """All that this process has of its tensors, by key."""
+        """This process's boxes of its tensors, by key."""
         return _boxes([*self.own, *self.others])
 
 
@@ -299,7 +299,7 @@ class Inventory:
 
     Args:
         step, tag: the state's.
-        own, others: layouts of its own boxes, and of those that it has for others.
+        own, others: layouts of its own boxes, and of boxes kept for other ranks.
         values: keys.
         forms: as the state's.
     """

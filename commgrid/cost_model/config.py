@@ -60,7 +60,7 @@ class Sizes(NamedTuple):
     """Sizes of a grid as a step of a model knows them, 1 where the grid has no such axis.
 
     Args:
-        tp, cp, pp, dp, ep: of the axes; dp of all that replicate and shard.
+        tp, cp, pp, dp, ep: of the axes; dp of dp_replicate and dp_shard together.
         expert_tp: tensor parallel size of experts.
         edp: ranks that hold the same experts.
         replicas: copies of the shards among the dp ranks, as of HSDP.

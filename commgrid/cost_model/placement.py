@@ -217,7 +217,7 @@ class RankPlaces:
         self._unit_of: dict[int, dict[int, int]] = {}
 
     def span(self, group: GroupDef) -> Span:
-        """The span of the groups of a name, of the one that crosses most."""
+        """The span of a name's groups: the widest."""
         modes = self._modes(group)
         if modes is None:
             return self._counted(group)[0]

@@ -314,7 +314,7 @@ def _grids(request: _Request, refusals: dict[str, int]) -> Iterator[ParallelConf
     """Every factorisation into axes that may be valid; what never is, is left out early.
 
     Args:
-        refusals: counts those that make no grid, by the error.
+        refusals: counts sizes that make no grid, by the error.
     """
     model, fixed, world_size = request.model, request.fixed, request.world_size
     for tp in _sizes(request, "tp", world_size, LARGEST_TP):

@@ -301,7 +301,7 @@ def prepare(
 
 
 class CalledGroup:
-    """What torch knows of the calls on a group."""
+    """Base of objects with a group: torch's account of the calls on it."""
 
     group: ProcessGroup
 

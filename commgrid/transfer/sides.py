@@ -130,7 +130,7 @@ class OneSide(ABC):
 
     @abstractmethod
     def _parts_of(self, item: Item) -> list[Item]:
-        """What is moved of a tensor."""
+        """The moved parts of a tensor."""
 
     @abstractmethod
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:

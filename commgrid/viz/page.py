@@ -114,7 +114,7 @@ MOST_CALLS = 200_000
 
 
 def draw_trace_page(found: Mapping[str, Any], diagnosis: Mapping[str, Any] | None = None) -> str:
-    """The page of what ranks have recorded.
+    """The page of the ranks' records.
 
     Args:
         found: as `commgrid trace --json` prints it.

@@ -114,7 +114,7 @@ def _run(section: dict[str, Any], row: dict[str, Any]) -> Run:
 
 
 def _recent(section: dict[str, Any], row: dict[str, Any]) -> Run:
-    """Of a page whose rows say all that a config has."""
+    """Run from a page whose rows hold every setting."""
     model = replace(MODELS[row["model"]], batch=row["batch"], sequence=row["sequence"])
     inner = row["tp"] * row["cp"] * row["pp"]
     keys = ("tp", "cp", "pp", "microbatch", "recompute", "dtype", "kernels", "zero_stage")
@@ -290,7 +290,7 @@ class Compared:
 
 
 def place_of(run: Run) -> str:
-    """The place of a run's grid among all that fit, and our first one."""
+    """Rank of a run's grid among the grids that fit, and the best one by the model."""
     keys = (
         "sequence_parallel", "zero_stage", "dp_replicate", "gradient_bytes", "overlap", "dtype",
         "kernels", "dispatch", "tp_overlap",
