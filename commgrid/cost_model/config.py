@@ -130,6 +130,11 @@ def expert_axes(spec: GridSpec) -> dict[str, tuple[str, ...]]:
     return {"etp": (inner,), "ep": ("ep",), "edp": copies}
 
 
+def no_experts(model: Model, given: str) -> str:
+    """The refusal of a size of experts for a dense model."""
+    return f"{given}: model {model.name!r} has no experts; leave it out"
+
+
 def _size(name: str) -> Any:
     """An attribute of a config that is one of `Sizes`."""
     return property(attrgetter(f"sizes.{name}"))
@@ -312,7 +317,7 @@ class ParallelConfig:
             times = f"times {self.microbatch} sequences of a microbatch"
             return f"dp={self.dp}: {times} does not divide the batch of {model.batch}"
         if not experts and self.ep > 1:
-            return f"ep={self.ep}: model {model.name!r} has no experts"
+            return no_experts(model, f"ep={self.ep}")
         if experts and experts % self.ep:
             return f"ep={self.ep}: does not divide {experts} experts"
         if experts and model.expert_width % self.expert_tp:

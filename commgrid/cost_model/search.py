@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from commgrid.cost_model.calibration import CALIBRATION, Calibration
 from commgrid.cost_model.cluster import Cluster
-from commgrid.cost_model.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig
+from commgrid.cost_model.config import HEADROOM, ORDERS, RECOMPUTE, ParallelConfig, no_experts
 from commgrid.cost_model.layer import Job, Machine, layer_cost
 from commgrid.cost_model.memory import Memory, memory_of
 from commgrid.cost_model.model import Model
@@ -158,9 +158,7 @@ class _Request:
             raise SpecError(f"max_memory={limit!r}: expected bytes above 0")
         _check(self.fixed)
         if self.fixed.get("etp") is not None and not self.model.experts:
-            raise SpecError(
-                f"etp={self.fixed['etp']}: model {self.model.name!r} has no experts; leave it out"
-            )
+            raise SpecError(no_experts(self.model, f"etp={self.fixed['etp']}"))
 
     @property
     def step(self) -> dict[str, Any]:
@@ -317,6 +315,9 @@ def _grids(request: _Request, refusals: dict[str, int]) -> Iterator[ParallelConf
         refusals: counts sizes that make no grid, by the error.
     """
     model, fixed, world_size = request.model, request.fixed, request.world_size
+    if not model.experts and fixed.get("ep", 1) > 1:
+        refusals[no_experts(model, f"ep={fixed['ep']}")] = 1
+        return
     for tp in _sizes(request, "tp", world_size, LARGEST_TP):
         if model.heads % tp and "tp" not in fixed:
             continue
@@ -338,8 +339,8 @@ def _grids(request: _Request, refusals: dict[str, int]) -> Iterator[ParallelConf
 def _experts(request: _Request, tp: int, inner: int) -> Iterator[dict[str, Any]]:
     """Sizes of the expert region over `inner` ranks of a stage; none for a dense model."""
     model, fixed = request.model, request.fixed
-    if not model.experts:  # where some are asked for, the config says that there are none
-        yield {axis: fixed[axis] for axis in ("ep", "etp") if axis in fixed}
+    if not model.experts:
+        yield {}
         return
     for ep in _sizes(request, "ep", inner, model.experts):
         if model.experts % ep and "ep" not in fixed:
