@@ -99,14 +99,16 @@ def draw_page(
 
 
 def _filled(file: str, data: Mapping[str, Any]) -> str:
-    """A page of this folder with its data, in the style of all pages."""
-    page, style = (
-        (files("commgrid.viz") / each).read_text(encoding="utf-8") for each in (file, "style.css")
+    """A page of this folder with its data, and what all pages have."""
+    page, style, elements = (
+        (files("commgrid.viz") / each).read_text(encoding="utf-8")
+        for each in (file, "style.css", "elements.js")
     )
     text = json.dumps(data, separators=(",", ":"))
     # Within a script element only these could end or change it; JSON reads them back the same.
     safe = text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-    return page.replace("/*STYLE*/", style).replace("/*DATA*/null", safe)
+    page = page.replace("/*STYLE*/", style).replace("/*ELEMENTS*/", elements)
+    return page.replace("/*DATA*/null", safe)
 
 
 MOST_CALLS = 200_000
