@@ -135,9 +135,8 @@ def fastest(
     searching = _Search(request, Machine(cluster, CALIBRATION))
     searching.try_grid(grid)
     if not searching.found and searching.smallest is None:
-        copies = {"dp_replicate": grid.dp_replicate} if grid.dp_replicate > 1 else {}
-        sizes = {**_sizes_of(grid, model), **copies, **given}
-        _refuse(replace(searching, request=replace(request, fixed=sizes)))
+        sized = replace(request, fixed={**_sizes_of(grid, model), **given})
+        _refuse(replace(searching, request=sized))
     return min(searching.found, key=lambda cost: cost.seconds, default=None)
 
 
@@ -218,8 +217,7 @@ class _Search:
                 fitting = [each for each in made if each is not None]
                 orders = orders or (self._orders(grid) if fitting else [])
                 for spec, (config, memory) in itertools.product(orders, fitting):
-                    same = spec is config.spec
-                    cost = self._cost(config if same else replace(config, spec=spec), memory)
+                    cost = self._cost(replace(config, spec=spec), memory)
                     if best is None or cost.seconds < best.seconds:
                         best = cost
         self.grids += valid
@@ -300,7 +298,8 @@ class _Search:
 def _sizes_of(grid: ParallelConfig, model: Model) -> dict[str, int]:
     """The sizes that `ParallelConfig.of` makes a grid of."""
     sizes = {axis: getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
-    return {**sizes, "etp": grid.expert_tp} if model.experts else sizes
+    sizes |= {"etp": grid.expert_tp} if model.experts else {}
+    return sizes | ({"dp_replicate": grid.dp_replicate} if grid.dp_replicate > 1 else {})
 
 
 def memory_limit(cluster: Cluster, max_memory: float | None) -> float:
