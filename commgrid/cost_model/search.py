@@ -166,9 +166,8 @@ class _Request:
 
     def configs(self, refusals: dict[str, int], **sizes: Any) -> Iterator[ParallelConfig]:
         """The one config of these sizes; none where they make no grid, which is counted."""
-        given = {key: self.fixed[key] for key in ("order", "dp_replicate") if key in self.fixed}
         try:
-            yield ParallelConfig.of(**{**given, **sizes, **self.step})
+            yield ParallelConfig.of(**{**self.fixed, **sizes})
         except SpecError as error:
             refusals[str(error)] = refusals.get(str(error), 0) + 1
 

@@ -112,7 +112,7 @@ def test_the_sdist_holds_what_the_repository_has(built: Built) -> None:
     expected = files(built.source, *rooms, *tops)
     tested = (
         "published", "draw", "report", "benchmark_picture", "curves_picture", "race", "transfer",
-        "transfer_model", "transfer_programs",
+        "transfer_model", "transfer_programs", "json_file",
     )  # fmt: skip
     benchmarks = files(built.source, "tests/benchmarks") - {
         f"tests/benchmarks/{name}.py" for name in tested
