@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from commgrid.checkpoint.archive import DamagedError, Tensors, parts_of
 from commgrid.checkpoint.trust import Unread, read_metadata, read_value
-from commgrid.checkpoint.writer import Report
+from commgrid.checkpoint.writer import ByteCount, Report
 from commgrid.errors import CheckpointError
 from commgrid.layout.box import slices
 from commgrid.resharding.dtypes import keeps_numbers
@@ -211,7 +211,7 @@ class Stored:
             raise CheckpointError(f"{self.folder}: {error}") from error
         except Exception as error:  # torch raises what it comes upon
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
-        planner.finish()
+        planner.bytes.finish()
         return {key: planner.values[first] for key, first in planner.names.items()}
 
     def _archives(self, planner: _Reads) -> Iterator[Archive]:
@@ -333,7 +333,7 @@ class _Reads:
         self.plan: list[ReadItem] = []
         self._data: dict[MetadataIndex, Tensor] = {}
         self.checked: set[str] = set()  # places whose checksum this rank compares
-        self._report, self._done, self._total = report, 0, 0
+        self.bytes = ByteCount(report)
         for number, item in enumerate(items):
             if isinstance(item, Value):
                 index, nothing = MetadataIndex(item.key), torch.Size((0,))
@@ -353,11 +353,7 @@ class _Reads:
                 self.checked.add(place)
             self.plan += reads_of(place, item, tensors[item.key])
             self._data |= data_of(place, item)
-            self._total += sum(chunk.data.nbytes for chunk in item.chunks)
-
-    def finish(self) -> None:
-        """Reports that all is read."""
-        self._report(self._total, self._total)
+            self.bytes.total += sum(chunk.data.nbytes for chunk in item.chunks)
 
     def take(self, archive: Archive) -> None:
         """Copies what was read to where it is needed."""
@@ -370,8 +366,7 @@ class _Reads:
             size, start = tuple(read.lengths), (0,) * len(read.lengths)
             target = self._data[read.dest_index][slices((tuple(read.dest_offsets), size), start)]
             target.copy_(stored[slices((tuple(read.storage_offsets), size), start)])
-            self._done += target.nbytes
-            self._report(self._done, self._total)
+            self.bytes.add(target.nbytes)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -26,7 +26,7 @@ from commgrid.checkpoint.folder import SUFFIX, find, json_of, local, safetensors
 from commgrid.checkpoint.foreign_names import MODEL, Renamed
 from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
 from commgrid.checkpoint.remote import is_remote
-from commgrid.checkpoint.writer import Report
+from commgrid.checkpoint.writer import ByteCount, Report
 from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.dtypes import scales_beside
@@ -266,7 +266,7 @@ class Safetensors:
             raise CheckpointError(f"{self._folder} cannot be read: {error}") from error
         for product in products:
             _multiply(*product)
-        planner.finish()
+        planner.bytes.finish()
         return {}
 
 
@@ -276,24 +276,19 @@ class _Into(DefaultLoadPlanner):
     def __init__(self, report: Report) -> None:
         super().__init__()
         self._data: dict[MetadataIndex, Tensor] = {}
-        self._report, self._done, self._total = report, 0, 0
+        self.bytes = ByteCount(report)
 
     def reads(self, place: str, item: Item, stored: TensorStorageMetadata) -> list[ReadItem]:
         """Return the reads for an item; arguments as of `reads_of`."""
         self._data |= data_of(place, item)
-        self._total += sum(chunk.data.nbytes for chunk in item.chunks)
+        self.bytes.total += sum(chunk.data.nbytes for chunk in item.chunks)
         return reads_of(place, item, stored)
-
-    def finish(self) -> None:
-        """Report that all is read."""
-        self._report(self._total, self._total)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self._data[index]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self._done += tensor.nbytes
-        self._report(self._done, self._total)
+        self.bytes.add(tensor.nbytes)
 
 
 def export(

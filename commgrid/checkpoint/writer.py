@@ -42,6 +42,22 @@ Report = Callable[[int, int], object]
 """Told how many of this rank's bytes are done, and how many there are."""
 
 
+class ByteCount:
+    """Bytes done, and bytes to do in all, told to a `Report`."""
+
+    def __init__(self, report: Report) -> None:
+        self._report, self._done, self.total = report, 0, 0
+
+    def add(self, size: int) -> None:
+        """Count bytes as done."""
+        self._done += size
+        self._report(self._done, self.total)
+
+    def finish(self) -> None:
+        """Report that all is done."""
+        self._report(self.total, self.total)
+
+
 @dataclass(frozen=True)
 class Written:
     """A description of one rank's file, for the metadata.
@@ -93,7 +109,7 @@ def write(
             results = writer.write_data(plan, planner).wait()
         except Exception as error:
             raise _cause_on_disk(error, folder) from error
-    planner.finish()
+    planner.bytes.finish()
     others = planner.other_names(results)
     written = [*plan.items, *(WriteItem(one.index, WriteItemType.BYTE_IO) for one in others)]
     return Written(
@@ -260,7 +276,7 @@ class _Writes(DefaultSavePlanner):
         self.held: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._names: dict[Shared, list[MetadataIndex]] = {}
-        self._report, self._done, self._total = report, 0, 0
+        self.bytes = ByteCount(report)
         for item in items:
             if isinstance(item, Value):
                 index, value = MetadataIndex(item.key), item.value
@@ -290,17 +306,12 @@ class _Writes(DefaultSavePlanner):
     def count(self, items: Iterable[WriteItem]) -> None:
         """Adds up what there is to write."""
         data = (self._data[item.index] for item in items)
-        self._total = sum(one.nbytes for one in data if isinstance(one, Tensor))
-
-    def finish(self) -> None:
-        """Reports that all is written."""
-        self._report(self._total, self._total)
+        self.bytes.total = sum(one.nbytes for one in data if isinstance(one, Tensor))
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         data = self._data[index]
         if isinstance(data, Tensor):
-            self._report(self._done, self._total)
-            self._done += data.nbytes
+            self.bytes.add(data.nbytes)
         return data
 
 
