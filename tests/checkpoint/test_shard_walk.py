@@ -18,12 +18,12 @@ from commgrid.transfer import Transfer
 from tests.walked import report, walked
 
 MOST = {
-    "save": 189,
-    "load": 234,
-    "keep": 137,
-    "recover": 242,
-    "make a transfer": 367,
-    "run a transfer": 254,
+    "save": 192,
+    "load": 237,
+    "keep": 140,
+    "recover": 245,
+    "make a transfer": 370,
+    "run a transfer": 256,
 }
 
 
