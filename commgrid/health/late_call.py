@@ -23,27 +23,16 @@ _NAMED = 4
 
 
 class Watched(Protocol):
-    """One communicator, as the watch sees it."""
+    """One communicator, as the watch sees it; see `detector.CalledGroup`."""
 
     @property
-    def name(self) -> str:
-        """What it is called."""
-
+    def name(self) -> str: ...
     @property
-    def ranks(self) -> Sequence[int]:
-        """Its members."""
-
-    def error(self) -> str:
-        """The backend's own error: `timeout`, `connection`, or empty."""
-
-    def calls(self) -> int:
-        """How many collectives this rank has issued on it."""
-
-    def held(self) -> int:
-        """The number of a call in which a thread is held before the device has it; 0: none."""
-
-    def waits(self) -> bool | None:
-        """Whether a call of this rank is under way on it; None: it does not say."""
+    def ranks(self) -> Sequence[int]: ...
+    def error(self) -> str: ...
+    def calls(self) -> int: ...
+    def held(self) -> int: ...
+    def waits(self) -> bool | None: ...
 
 
 class LateCall:
