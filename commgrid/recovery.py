@@ -226,7 +226,7 @@ class _Memory:
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fills the items' boxes from wherever they are; returns the values by key."""
         wanted = list(items)
-        told = {} if self._mine is None else self._mine.values
+        told = {} if self._mine is None else self._mine.others_values | self._mine.values
         values: dict[str, Any] = {}
         for one in reversed(gathered(told, self._group) if self._group is not None else [told]):
             values.update(one)

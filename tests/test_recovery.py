@@ -1,4 +1,4 @@
-"""Recovery on a grid that leaves a living rank out: only what its own ranks have counts."""
+"""What ranks have in memory together: their own, their neighbours', and not of ranks left out."""
 
 from typing import Any
 
@@ -104,3 +104,19 @@ def late(folder: str) -> Any:
 def test_a_rank_left_out_that_comes_when_the_others_have_ended_leaves(tmp_path: Any) -> None:
     *_, gone, left_out = run_on_ranks(late, 4, str(tmp_path), backend=None, launcher="torchrun")
     assert (gone, left_out) == ("gone", "left out")
+
+
+def kept_per_rank() -> list[list[str]]:
+    """What ranks 0 and 2 lack of a state: by their own, and with what they keep for others."""
+    grid = commgrid.initialize()
+    assert isinstance(grid, commgrid.HyperCommGrid)
+    checkpoint.keep(1, nn.Linear(4, 4), extra_per_rank={"seen": 10 + grid.rank})
+    told = gathered(Inventory.of(kept_states("default")[-1]), grid.get_group("dp"))
+    commgrid.shutdown()
+    return [missing([told[0], told[2]], with_others=flag) for flag in (False, True)]
+
+
+def test_values_of_a_rank_that_is_gone_are_its_neighbours() -> None:
+    for own, with_others in run_on_ranks(kept_per_rank, 3, backend=None, launcher="torchrun"):
+        assert own == ["extra_per_rank.tp=0 cp=0 dp=1 pp=0"]
+        assert with_others == []

@@ -55,7 +55,8 @@ class Kept:
         tag: what no other state is called, the same on all ranks.
         own: this rank's boxes, on the CPU.
         others: boxes of ranks whose neighbour this one is.
-        values: by key, of this rank and of these.
+        values: this rank's, by key.
+        others_values: of ranks whose neighbour this one is.
         forms: of every tensor of all ranks, by key, without boxes; None: a value.
         layout: a digest of this rank's names and shapes, and of its grid.
     """
@@ -66,6 +67,7 @@ class Kept:
     own: list[Item]
     others: list[Item]
     values: dict[str, Any]
+    others_values: dict[str, Any]
     forms: Mapping[str, Form | None]
     layout: str
 
@@ -127,6 +129,7 @@ def keep_items(
     own = [each for each in staged if isinstance(each, Item)]
     values = {each.key: each.plain for each in staged if isinstance(each, Value)}
     others: list[Item] = []
+    more: dict[str, Any] = {}
     every: Mapping[str, Form | None] = forms
     if group is not None:
         told = [] if known else gathered(forms, group)
@@ -136,8 +139,7 @@ def keep_items(
         alone = [each for each in own if each.key in writes and not places.has_copy(each)]
         said = {key: value for key, value in values.items() if key in writes}
         others, more = _exchange(alone, said, places, group)
-        values = {**more, **values}
-    _kept.append(Kept(grid.name, step, tag, own, others, values, every, layout))
+    _kept.append(Kept(grid.name, step, tag, own, others, values, more, every, layout))
     at_first(group, lambda: None, lambda _: None, failed)  # all ranks have it when one returns
     for state in [each for each in kept_states(grid.name)[:-1] if each.step == step]:
         _kept.remove(state)  # recovery chooses by step
@@ -300,7 +302,7 @@ class Inventory:
     Args:
         step, tag: the state's.
         own, others: layouts of its own boxes, and of boxes kept for other ranks.
-        values: keys.
+        values, others_values: their keys.
         forms: as the state's.
     """
 
@@ -309,12 +311,14 @@ class Inventory:
     own: bytes
     others: bytes
     values: list[str]
+    others_values: list[str]
     forms: Mapping[str, Form | None]
 
     @classmethod
     def of(cls, state: Kept) -> Inventory:
         own, others = (_boxes(each).layout for each in (state.own, state.others))
-        return cls(state.step, state.tag, own, others, list(state.values), state.forms)
+        values, more = list(state.values), list(state.others_values)
+        return cls(state.step, state.tag, own, others, values, more, state.forms)
 
 
 def missing(told: Sequence[Inventory], with_others: bool) -> list[str]:
@@ -325,6 +329,8 @@ def missing(told: Sequence[Inventory], with_others: bool) -> list[str]:
         with_others: whether what they have for their neighbours counts.
     """
     values = {key for each in told for key in each.values}
+    if with_others:
+        values |= {key for each in told for key in each.others_values}
     counted = [each.own for each in told] + [each.others for each in told if with_others]
     held = GridLayouts.of(dict(enumerate(counted)))
     lost = []
