@@ -20,6 +20,7 @@ arXiv:2110.15032, table 2 (its B is Replicate, its P is Partial). GSPMD (arXiv:2
 
 from __future__ import annotations
 
+import math
 import re
 
 from commgrid.cost_model.cluster import Cluster
@@ -87,10 +88,8 @@ def redistribution_time(
     collective = redistribution(before, after)
     if collective is None:
         return 0.0
-    ranks = 1
-    for n in spread:
-        ranks *= n
-    return collective_time(collective, _counted(collective, size, ranks), spread, cluster)
+    counted = _counted(collective, size, math.prod(spread))
+    return collective_time(collective, counted, spread, cluster)
 
 
 def _counted(collective: str, size: float, ranks: int) -> float:

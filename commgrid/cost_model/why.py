@@ -53,12 +53,7 @@ _MEMORY_SOURCES = {
 
 def why(cost: StepCost) -> tuple[Why, ...]:
     """All numbers of a step's time and memory, in the order in which they are printed."""
-    return (
-        *_of_step(cost),
-        *_of_time(cost),
-        *_of_memory(cost),
-        *_constants(cost),
-    )
+    return (*_of_step(cost), *_of_time(cost), *_of_memory(cost), *_constants(cost))
 
 
 def _of_step(cost: StepCost) -> Iterator[Why]:
