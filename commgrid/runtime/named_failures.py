@@ -33,7 +33,7 @@ from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import _registry, get_grid, store_server
 from commgrid.store.driver import StoreDriver
-from commgrid.store.hosts import ranks_here
+from commgrid.store.hosts import ranks_here, ranks_of_a_host
 from commgrid.store.search import first_line
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import is_peer_failure
@@ -408,10 +408,9 @@ def _whole_hosts(gone: set[int], missing: set[int]) -> set[int]:
 
     torchrun numbers the ranks of one host one after the other.
     """
-    count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if not count.isdecimal() or int(count) < 1:
+    size = ranks_of_a_host()
+    if not size:
         return set()
-    size = int(count)
     hosts = [set(range(first, first + size)) for first in {rank // size * size for rank in gone}]
     return set().union(*(host for host in hosts if host <= missing))
 

@@ -24,11 +24,17 @@ def ranks_here(rank: int) -> range:
     Args:
         rank: this process's.
     """
-    local, count = (os.environ.get(key, "") for key in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    if not (local.isdecimal() and count.isdecimal()):
+    local = os.environ.get("LOCAL_RANK", "")
+    if not local.isdecimal():
         return range(0)
     first = rank - int(local)
-    return range(first, first + int(count))
+    return range(first, first + ranks_of_a_host())
+
+
+def ranks_of_a_host() -> int:
+    """Return how many ranks each host has, as torchrun's variable tells; 0: it does not."""
+    count = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(count) if count.isdecimal() else 0
 
 
 def outward_address() -> str:

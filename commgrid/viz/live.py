@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commgrid.cost_model.cluster import Cluster, nodes_of
 from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import check_suffix, drawing, save, write_text
 from commgrid.viz.grid_picture import draw_grid
@@ -28,8 +28,9 @@ def show(
     file = None if path is None else Path(path)
     if file is not None:
         check_suffix(file)
-    per_node = _of_launcher() if gpus_per_node is None else gpus_per_node
-    view = GridView(spec, per_node, names, rank)
+    if gpus_per_node is None:
+        gpus_per_node = Cluster.from_launcher(nodes_of(DEFAULT_GPUS_PER_NODE)).per_node
+    view = GridView(spec, gpus_per_node, names, rank)
     if file is not None and file.suffix == ".html":
         write_text(file, draw_page(view))
         return None
@@ -39,9 +40,3 @@ def show(
             return figure
         save(figure, file)
     return None
-
-
-def _of_launcher() -> int:
-    """The ranks of a node as torchrun tells them."""
-    told = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return int(told) if told.isdecimal() and int(told) else DEFAULT_GPUS_PER_NODE
