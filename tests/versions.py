@@ -1,17 +1,17 @@
 """The tests on several versions of torch and Python: makes the environments, runs, prints a table.
 
-Not a part of any run, since an environment takes up to 6 GB and minutes. What was found, with
-dates, is in tests/torch_compat/VERSIONS.md.
+No other run includes it, since an environment takes up to 6 GB and some minutes. The results, with
+dates, are in tests/torch_compat/VERSIONS.md.
 
     python tests/versions.py --torch 2.11.0 2.15.0            the core on both
     python tests/versions.py --torch 2.15.0 --short           everything, as pytest runs it
     python tests/versions.py --torch 2.15.0 --full            everything, as pytest --full does
     python tests/versions.py --torch 2.15.0 --only tests/runtime/test_grid.py
-    python tests/versions.py --table                          what earlier runs have found
+    python tests/versions.py --table                          the results of earlier runs
 
-Each path is a pytest process of its own, so that one that hangs or dies loses no other, and a run
-that was interrupted is taken up by --only. A version comes as the index has it: the CPU build where
-there is one (`2.13.0+cpu`), else the CUDA build, with no GPU needed.
+Each path is a pytest process of its own: where one hangs or dies, the others still report, and
+--only goes on with a run that was interrupted. A version comes as the index has it: the CPU build
+where there is one (`2.13.0+cpu`), else the CUDA build, with no GPU needed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ FULL = ("commgrid", "megatron_adapter", "tests")
 
 @dataclass
 class Found:
-    """What one path gave on one environment."""
+    """The results of one path in one environment."""
 
     environment: str
     path: str
@@ -94,7 +94,7 @@ def arguments() -> argparse.Namespace:
     chosen.add_argument("--short", action="store_true", help="everything, as pytest runs it")
     chosen.add_argument("--full", action="store_true", help="everything, with pytest --full")
     chosen.add_argument("--only", nargs="+", help="these paths alone")
-    chosen.add_argument("--table", action="store_true", help="run nothing, print what was found")
+    chosen.add_argument("--table", action="store_true", help="run nothing, print earlier results")
     add("--envs", default=str(ROOT / ".versions"), help="where environments and results are kept")
     add("--jobs", type=int, default=1, help="pytest processes for each path (default: 1)")
     add("--timeout", type=float, default=1800, help="seconds for each path (default: 1800)")
@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
 
 
 def paths(everything: bool) -> tuple[str, ...]:
-    """What to run, each in a process of its own."""
+    """The paths to run, a process each."""
     if everything:
         return FULL
     files = sorted((ROOT / "tests").glob("test_*.py"))
@@ -167,7 +167,7 @@ def describe(interpreter: str) -> str:
 
 
 def run(interpreter: str, label: str, path: str, args: argparse.Namespace) -> Found:
-    """pytest on one path; what a process that dies or is killed has not reported is a failure."""
+    """Run pytest on one path; a process that dies or is not done in time is a failure."""
     report = Path(args.envs).resolve() / f"report-{os.getpid()}.xml"
     report.unlink(missing_ok=True)
     command = [interpreter, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
@@ -192,7 +192,7 @@ def run(interpreter: str, label: str, path: str, args: argparse.Namespace) -> Fo
 
 
 def count(root: ElementTree.Element, found: Found) -> None:
-    """Adds what a JUnit report says."""
+    """Add the counts of a JUnit report."""
     skipped: Counter[str] = Counter()
     for case in root.iter("testcase"):
         name = f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}"
@@ -218,7 +218,7 @@ def read(results: Path) -> list[Found]:
 
 
 def keep(results: Path, found: Found) -> None:
-    """Puts it among the results, in place of an earlier one of the same path."""
+    """Put it among the results, in place of an earlier one of the same path."""
     key = (found.environment, found.path)
     with open(results.with_suffix(".lock"), "w") as lock:  # runs beside each other share them
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -47,7 +47,7 @@ class Run:
     """A published run.
 
     Args:
-        name: of it, as the table shows it.
+        name: in the table.
         config: the grid that was used, and how a step was run as far as is known.
         microbatches, virtual_stages: that it may have had; None: any.
         recompute: what was computed again, where the paper says it.
@@ -230,6 +230,7 @@ def predict(run: Run, calibration: Calibration = CALIBRATION) -> StepCost:
 
 
 def _possible(run: Run) -> Iterator[ParallelConfig]:
+    """The configs that a run may have had."""
     layers = run.config.stage_layers(run.model).most
     for microbatch in run.microbatches:
         for count in [run.virtual_stages] if run.virtual_stages else range(1, layers + 1):
