@@ -164,8 +164,11 @@ class BackgroundSave:
             self._complete()
 
     def _missing(self) -> list[int]:
-        """The ranks that have neither written nor failed."""
-        names = {path.name for path in self._partial.parent.glob(f"{self._partial.name}/.rank_*")}
+        """The ranks that have neither written nor failed; none where another has ended the save."""
+        try:
+            names = {path.name for path in self._partial.iterdir()}
+        except FileNotFoundError:
+            return []
         return [
             rank for number, rank in enumerate(self._ranks)
             if names.isdisjoint(self._told(number, failed).name for failed in (False, True))

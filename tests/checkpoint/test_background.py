@@ -440,7 +440,6 @@ def two_ends(folder: Path, failed: bool) -> list[background.BackgroundSave]:
     ]
     for number, each in enumerate(ends):
         each._told(number, failed).touch()
-        each._missing = lambda: []  # type: ignore[method-assign]
     return ends
 
 
@@ -448,6 +447,7 @@ def two_ends(folder: Path, failed: bool) -> list[background.BackgroundSave]:
 def test_one_rank_ends_it(failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While one deletes or completes the folder, the other finds nothing to do."""
     one, other = two_ends(tmp_path, failed)
+    other._missing = lambda: []  # type: ignore[method-assign]
     found = dict.fromkeys((0, 1), Written(SavePlan([]), [], {}, {}, zlib.compress(b""), {}))
     monkeypatch.setattr(background, "read_written", lambda path: found[0])
 
@@ -466,6 +466,28 @@ def test_one_rank_ends_it(failed: bool, tmp_path: Path, monkeypatch: pytest.Monk
     one._end()
     assert os.listdir(tmp_path) == ([] if failed else ["step_00000001"])
     assert failed or os.listdir(tmp_path / "step_00000001") == [".metadata"]
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_rank_that_looks_while_another_ends_it(
+    failed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has another name by the time that its files are listed."""
+    one, other = two_ends(tmp_path, failed)
+    partial, ways = one._partial, (os.listdir, os.scandir)
+
+    def late(lists: Any) -> Any:
+        def listed(at: Any) -> Any:
+            if Path(at) == partial:
+                assert one._claim()
+            return lists(at)
+
+        return listed
+
+    for lists in ways:
+        monkeypatch.setattr(os, lists.__name__, late(lists))
+    other._end()
+    assert os.listdir(tmp_path) == [one._ending.name]
 
 
 def saves_until_killed(folder: str, delay: float) -> None:
