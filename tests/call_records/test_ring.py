@@ -67,7 +67,8 @@ def test_a_file_holds_what_the_memory_holds(tmp_path: Path) -> None:
     one, two, three = trace.calls
     assert (one.reduction, one.shape, one.dtype, one.bytes) == ("SUM", (2, 3), "float32", 24)
     assert (one.where, one.stack) == ("a.py:1 f", ("a.py:1 f",))
-    assert one.issued is not None and one.ended is not None
+    assert one.issued is not None
+    assert one.ended is not None
     after = [round((at - one.began) * 1e9) for at in (one.issued, one.ended)]
     assert after == [pytest.approx(1000, abs=600), pytest.approx(2000, abs=600)]
     assert (two.operation, two.output, two.issued, two.ended) == ("all_gather", 48, None, None)
