@@ -278,7 +278,7 @@ class Cluster:
             check_keys(key, level, _LEVEL, ("size", "measured") if last else ("measured",))
             size = level.get("size")
             if not (size is None and last):
-                whole_number(f"{key}size", size)
+                size = whole_number(f"{key}size", size)
             made.append(
                 Level(
                     named(key, level),

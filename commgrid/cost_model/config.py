@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from commgrid.cost_model.model import Model
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
+from commgrid.layout.ranks import whole_number
 from commgrid.planning.region import HSDP
 from commgrid.planning.spec import GridSpec
 from commgrid.wording import several
@@ -188,6 +189,8 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sizes", sizes_of(self.spec))
+        for key in ("microbatch", "virtual_stages", "gradient_bytes"):
+            object.__setattr__(self, key, whole_number(key, getattr(self, key)))
         for key, known in _CHOICES.items():
             if getattr(self, key) not in known:
                 raise SpecError(

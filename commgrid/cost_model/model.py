@@ -91,15 +91,13 @@ class Model:
     source: str = ""
 
     def __post_init__(self) -> None:
-        for key in ("layers", "hidden", "heads", "vocabulary", "sequence", "batch"):
-            whole_number(key, getattr(self, key), 1, _MOST)
-        for key in ("ffn", "kv_heads", "head_size", "expert_ffn", *_LATENT):
-            if getattr(self, key) is not None:
-                whole_number(key, getattr(self, key), 1, _MOST)
-        for key in ("experts", "top_k", "shared_ffn", "dense_layers", "window", "mtp_layers"):
-            whole_number(key, getattr(self, key), 0, _MOST)
-        if self.windowed is not None:
-            whole_number("windowed", self.windowed, 0, _MOST)
+        one_on = ("layers", "hidden", "heads", "vocabulary", "sequence", "batch")
+        zero_on = ("experts", "top_k", "shared_ffn", "dense_layers", "window", "mtp_layers")
+        optional = ("ffn", "kv_heads", "head_size", "expert_ffn", *_LATENT, "windowed")
+        for key in (*one_on, *zero_on, *optional):
+            given, least = getattr(self, key), 0 if key in (*zero_on, "windowed") else 1
+            if given is not None or key not in optional:  # NumPy's numbers would overflow later
+                object.__setattr__(self, key, whole_number(key, given, least, _MOST))
         for key in ("gated", "biases", "dropout", "tied"):
             if type(getattr(self, key)) is not bool:
                 raise SpecError(f"{key}={getattr(self, key)!r}: expected true or false")

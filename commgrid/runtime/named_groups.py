@@ -221,8 +221,11 @@ class NamedGroups:
         return self._step("_".join(names), -1)
 
     def _step(self, name: str, by: int) -> int:
-        ranks = self.get_ranks(name)
-        return ranks[(self.get_local_rank(name) + by) % len(ranks)]
+        try:
+            ranks, position = self._ranks[name], self._positions[name]
+        except KeyError:
+            ranks, position = self.get_ranks(name), self.get_local_rank(name)
+        return ranks[(position + by) % len(ranks)]
 
     def is_first(self, *names: str) -> bool:
         """Whether this rank is the first of its group."""

@@ -1,9 +1,12 @@
 """A transformer as numbers: parameters and operations against papers and published counts."""
 
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from commgrid.cost_model.config import ParallelConfig
 from commgrid.cost_model.model import MODELS, Model, find_model
 from commgrid.errors import SpecError
 
@@ -69,6 +72,18 @@ def test_parameters_by_listing_every_matrix() -> None:
     shapes = 3 * layer + 2 * [(32, 16)]
     assert model.parameters == sum(shape[0] * (shape[1:] or (1,))[0] for shape in shapes)
     assert model.parameters - model.active_parameters == 3 * 2 * 3 * 16 * 12
+
+
+def test_numbers_of_numpy_do_not_overflow() -> None:
+    """Its int32 wraps around above two billion, as parameters and operations are."""
+    big = MODELS["llama3-405b"]
+    counted = ("layers", "hidden", "heads", "vocabulary", "sequence", "batch", "ffn")
+    model = replace(big, **{key: np.int32(getattr(big, key)) for key in counted})
+    assert (model, model.parameters) == (big, big.parameters)
+    config = ParallelConfig.of(dp=2, microbatch=np.int32(2), gradient_bytes=np.int32(4))
+    assert (type(config.microbatch), type(config.gradient_bytes)) == (int, int)
+    with pytest.raises(SpecError, match=r"microbatch=0: expected a whole number from 1 on"):
+        ParallelConfig.of(dp=2, microbatch=0)
 
 
 def test_yaml_comes_back(tmp_path: Path) -> None:
