@@ -276,7 +276,7 @@ class _Writes(DefaultSavePlanner):
         self.held: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
         self._names: dict[Shared, list[MetadataIndex]] = {}
-        self.bytes = ByteCount(report)
+        self.bytes, self._under_way = ByteCount(report), 0
         for item in items:
             if isinstance(item, Value):
                 index, value = MetadataIndex(item.key), item.value
@@ -311,7 +311,8 @@ class _Writes(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         data = self._data[index]
         if isinstance(data, Tensor):
-            self.bytes.add(data.nbytes)
+            self.bytes.add(self._under_way)  # when the next is asked for, one has been written
+            self._under_way = data.nbytes
         return data
 
 

@@ -51,7 +51,8 @@ def test_a_callable_hears_of_its_own_ranks_bytes(tmp_path: Path) -> None:
     for written, read in ranks:
         assert len({total for _, total in written}) == 1
         assert [done for done, _ in written] == sorted(done for done, _ in written)
-        assert read[-1] == (size, size)
+        assert (written[0][0], read[-1]) == (0, (size, size))
+        assert [done == total for done, total in written].index(True) == len(written) - 1
 
 
 def made_alone() -> torch.nn.Module:
