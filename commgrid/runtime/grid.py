@@ -373,14 +373,14 @@ class HyperCommGrid(LiveGroups):
             path: where to write it, a `.svg`, `.png`, `.pdf`, or a `.html` page to explore; None:
                 nowhere.
             names: the groups to draw; none: the axes, and the groups table.
-            gpus_per_node: ranks of a node; None: as `Cluster.from_launcher` has it, else 8.
+            gpus_per_node: ranks of a node; None: as torchrun says, else 8.
 
         Returns:
             Without a path a matplotlib figure, which a notebook shows.
 
         Raises:
             CommGridError: matplotlib is not installed, which a page does not need.
-            SpecError: another ending, a file that cannot be written, or nodes that differ.
+            SpecError: another ending, or a file that cannot be written.
         """
         from commgrid.viz.live import show
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +30,8 @@ def show(
     if file is not None:
         check_suffix(file)
     if gpus_per_node is None:
-        gpus_per_node = Cluster.from_launcher(nodes_of(DEFAULT_GPUS_PER_NODE)).per_node
+        told = {key: value for key, value in os.environ.items() if key == "LOCAL_WORLD_SIZE"}
+        gpus_per_node = Cluster.from_launcher(nodes_of(DEFAULT_GPUS_PER_NODE), told).per_node
     view = GridView(spec, gpus_per_node, names, rank)
     if file is not None and file.suffix == ".html":
         write_text(file, draw_page(view))

@@ -60,9 +60,9 @@ def test_nodes_are_the_launchers(grid: HyperCommGrid, monkeypatch: pytest.Monkey
     grid.show(gpus_per_node=2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     grid.show()
-    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x4)")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "4(x2),2")  # uneven nodes stop no job that draws
     grid.show()
-    assert [view.gpus_per_node for view in seen] == [4, 2, 8, 2]  # type: ignore[attr-defined]
+    assert [view.gpus_per_node for view in seen] == [4, 2, 8, 8]  # type: ignore[attr-defined]
 
 
 def test_without_matplotlib_it_says_what_to_install(
