@@ -8,7 +8,7 @@ else the last checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from commgrid import checkpoint
 from commgrid.checkpoint import folder as folders
@@ -32,7 +31,6 @@ from commgrid.checkpoint.agreement import (
 from commgrid.checkpoint.background import finish, settle
 from commgrid.checkpoint.loading import Loading
 from commgrid.checkpoint.memory import Inventory, Kept, forget, kept_states, missing
-from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.equality.lost_numbers import lost_by_all, refuse_lost
@@ -213,15 +211,7 @@ class _Memory:
         grid: HyperCommGrid,
         group: ProcessGroup | None,
     ) -> None:
-        self._mine, self._forms, self._grid, self._group = mine, forms, grid, group
-        self.keys: Mapping[str, Any] = {
-            key: BytesStorageMetadata() if form is None else form.stored
-            for key, form in forms.items()
-        }
-
-    def check(self, items: Iterable[Item | Value]) -> None:
-        """Raises CheckpointError where these are not in it."""
-        check_has(self.keys, items)
+        self._mine, self.forms, self._grid, self._group = mine, forms, grid, group
 
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fills the items' boxes from wherever they are; returns the values by key."""
@@ -235,14 +225,14 @@ class _Memory:
         for item in wanted:
             if not isinstance(item, Item):
                 continue
-            form = self._forms[item.key]
+            form = self.forms[item.key]
             assert form is not None  # `check` has refused values
-            dtype, chunks = getattr(torch, form.dtype), []
+            dtype, chunks = form.torch_dtype, []
             for offset, data in item.chunks:
                 made = data if data.dtype == dtype else torch.empty_like(data, dtype=dtype)
                 late += [] if made is data else [(data, made)]
                 chunks.append(Chunk(offset, made))
-            target.add(item.key, form.shape, dtype, chunks)
+            target.add(replace(item, chunks=chunks, dtype=dtype))
         self._carry(source, target)
         for live, read in late:
             live.copy_(read)

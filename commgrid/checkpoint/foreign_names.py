@@ -16,15 +16,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
 from commgrid.checkpoint.reader import check_has
 from commgrid.checkpoint.writer import Report
 from commgrid.errors import CheckpointError
 from commgrid.layout.box import Shape
 from commgrid.resharding.dtypes import scales_beside, unscaled
 from commgrid.resharding.item import Item, Value, key_of
+from commgrid.resharding.layouts import Form
 from commgrid.resharding.name_tables.parts import TensorParts
 from commgrid.resharding.naming import MASTER, Naming, copy_of, split_name, twins
 
@@ -37,13 +35,10 @@ class Source(Protocol):
     """A checkpoint to load from.
 
     Attributes:
-        keys: its names, each with torch's metadata.
+        forms: of its tensors by name; None: a value.
     """
 
-    keys: Mapping[str, Any]
-
-    def check(self, items: Iterable[Item | Value], /) -> None:
-        """Raises CheckpointError where it has not these, in these shapes."""
+    forms: Mapping[str, Form | None]
 
     def read(self, items: Iterable[Item | Value], report: Report, /) -> dict[str, Any]:
         """Fills the items' boxes; returns the values by key."""
@@ -75,13 +70,13 @@ class Renamed:
         begin = naming.prefix
         self._known = {
             key.removeprefix(begin).removeprefix("."): key
-            for key in source.keys if key.startswith(begin)
+            for key in source.forms if key.startswith(begin)
         }  # fmt: skip
         members: dict[str, str] = {}
         if with_optimizer:
-            members = {key: match[1] for key in source.keys if (match := _MEMBERS.fullmatch(key))}
+            members = {key: match[1] for key in source.forms if (match := _MEMBERS.fullmatch(key))}
             _refuse_nested(getattr(source, "paths", {}))
-        for key in source.keys:
+        for key in source.forms:
             if key.startswith("optimizer.") and not (with_optimizer or self._is_copy(key)):
                 self._name(key, key)
             else:
@@ -91,18 +86,12 @@ class Renamed:
         for key, stored in list(self._stored.items()) if ties else ():
             for twin in twins(key, ties):
                 self._stored.setdefault(twin, stored)
-        keys = {
-            name: self._part(name, source.keys[stored]) for name, stored in self._stored.items()
-        }
-        self._padded = dict(_without_padding(keys, naming.padded))
-        self.keys: Mapping[str, Any] = keys | self._padded
-
-    def _part(self, name: str, stored: Any) -> Any:
-        """Torch's metadata of a stored tensor, or of one of its parts."""
-        if name not in self._parts:
-            return stored
-        cut, part = self._parts[name]
-        return TensorStorageMetadata(stored.properties, torch.Size(cut.shapes[part]), [])
+        forms = {name: source.forms[stored] for name, stored in self._stored.items()}
+        for name, (cut, part) in self._parts.items():
+            if (form := forms[name]) is not None:
+                forms[name] = replace(form, shape=cut.shapes[part])
+        self._padded = dict(_without_padding(forms, naming.padded))
+        self.forms: Mapping[str, Form | None] = forms | self._padded
 
     def _is_copy(self, key: str) -> bool:
         """Whether it is the fp32 copy of a parameter, which is read without an optimizer too."""
@@ -134,7 +123,7 @@ class Renamed:
                 "get_optimizer_state_dict, which takes their names, or load the model alone"
             )
         begin = f"{_OPTIONS}{group}."
-        for stored in self._source.keys:
+        for stored in self._source.forms:
             option = stored.removeprefix(begin)
             if not stored.startswith(begin) or option == "params" or "." in option:
                 continue
@@ -145,7 +134,7 @@ class Renamed:
     def _add_parts(self, naming: Naming, key: str, name: str, begin: str, end: str) -> None:
         """Name a parameter's tensor, or state of it."""
         cut = naming.source(name, self._shape(name))
-        is_cut = cut.ranges and cut.shape == tuple(getattr(self._source.keys[key], "size", ()))
+        is_cut = cut.ranges and cut.shape == _shape_of(self._source.forms[key])
         for own in cut.names:
             self._name(f"{begin}{own}{end}", key)
             if is_cut:
@@ -153,7 +142,7 @@ class Renamed:
 
     def _shape(self, name: str) -> Shape:
         """Of a stored parameter; (): it is none."""
-        return tuple(getattr(self._source.keys.get(self._known.get(name, "")), "size", ()))
+        return _shape_of(self._source.forms.get(self._known.get(name, "")))
 
     def _name(self, name: str, stored: str) -> None:
         other = self._stored.setdefault(name, stored)
@@ -176,32 +165,29 @@ class Renamed:
         """
         wanted = list(items)
         ours = any(item.key.startswith(MODEL) for item in wanted)
-        if ours and not any(key.startswith(MODEL) for key in self.keys):
-            under = [key for key in self._source.keys if key.startswith(self._prefix)]
+        if ours and not any(key.startswith(MODEL) for key in self.forms):
+            under = [key for key in self._source.forms if key.startswith(self._prefix)]
             if self._prefix and under:
                 raise CheckpointError(f"rename= leaves out all of its names, such as {under[0]}")
-            names = ", ".join(list(self._source.keys)[:3])
+            names = ", ".join(list(self._source.forms)[:3])
             raise CheckpointError(
                 f"no name in it begins with prefix={self._prefix!r}: it has {names}; give the "
                 "prefix= of the model's names, '' if they have none, and rename= if they are others"
             )
-        check_has(self.keys, wanted)
+        check_has(self.forms, wanted)
         self._refuse_unscaled(wanted)
 
     def _refuse_unscaled(self, wanted: Sequence[Item | Value]) -> None:
         """Refuse numbers of eight bits that would be read without the scale beside them."""
-        dtypes = {
-            key: _text(stored.properties.dtype) for key, stored in self._source.keys.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }  # fmt: skip
+        dtypes = {key: form.dtype for key, form in self._source.forms.items() if form is not None}
         beside = scales_beside(dtypes)
         taken = {self._stored[item.key] for item in wanted}
         for item in wanted if beside else ():
             key = self._stored[item.key]
             if not isinstance(item, Item) or key not in beside:
                 continue
-            scale = unscaled(dtypes[key], _text(item.dtype), beside[key], taken)
-            if scale and key_of(copy_of(item.path)) not in self.keys:
+            scale = unscaled(dtypes[key], item.form.dtype, beside[key], taken)
+            if scale and key_of(copy_of(item.path)) not in self.forms:
                 raise CheckpointError(
                     f"{key} is {dtypes[key]}, to be multiplied by {scale}, which is not read; "
                     f"expected a model that has both, with {item.key} in the same dtype, or a file "
@@ -220,15 +206,16 @@ class Renamed:
         """The item to read from the source, into the same memory."""
         asked = replace(item, path=(self._stored[item.key],))
         if isinstance(asked, Item) and item.key in self._padded:
-            return replace(asked, shape=tuple(self._source.keys[self._stored[item.key]].size))
+            return replace(asked, shape=_shape_of(self._source.forms[self._stored[item.key]]))
         if not isinstance(asked, Item) or item.key not in self._parts:
             return asked
         cut, part = self._parts[item.key]
         return replace(asked, shape=cut.shape, chunks=cut.whole(part, asked.chunks))
 
 
-def _text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _shape_of(form: Form | None) -> Shape:
+    """Of a tensor; (): also of a value, and of nothing."""
+    return () if form is None else form.shape
 
 
 def _refuse_nested(paths: Mapping[str, tuple[Any, ...]]) -> None:
@@ -243,13 +230,12 @@ def _refuse_nested(paths: Mapping[str, tuple[Any, ...]]) -> None:
 
 
 def _without_padding(
-    keys: Mapping[str, Any], padded: Mapping[str, int]
-) -> Iterator[tuple[str, TensorStorageMetadata]]:
-    """Metadata of padded parameters, and of their optimizer state, as if they had no padding."""
+    forms: Mapping[str, Form | None], padded: Mapping[str, int]
+) -> Iterator[tuple[str, Form]]:
+    """Forms of padded parameters, and of their optimizer state, as if they had no padding."""
     for name, rows in padded.items():
-        size = getattr(keys.get(MODEL + name), "size", ())
-        for key, stored in keys.items() if size and size[0] > rows else ():
+        shape = _shape_of(forms.get(MODEL + name))
+        for key, form in forms.items() if shape and shape[0] > rows else ():
             ours = key == MODEL + name or key.startswith(f"{_STATE}{name}.")
-            if ours and getattr(stored, "size", None) == size:
-                true = torch.Size((rows, *size[1:]))
-                yield key, TensorStorageMetadata(stored.properties, true, [])
+            if ours and form is not None and form.shape == shape:
+                yield key, replace(form, shape=(rows, *shape[1:]))

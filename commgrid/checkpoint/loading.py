@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.agreement import (
@@ -268,18 +267,18 @@ class Loading:
         names = [item.key for item in self._live]
         missing: list[str] = []
         if not self._strict:
-            missing = [key for key in names if key not in self._stored.keys]
-            self._live = [item for item in self._live if item.key in self._stored.keys]
+            missing = [key for key in names if key not in self._stored.forms]
+            self._live = [item for item in self._live if item.key in self._stored.forms]
         self._fit()
         self._stored.check(self._live)
         self._staged = [self._source(i) if isinstance(i, Item) else i for i in self._live]
         self._twins = list(self._stored_twins())
         self._optimizer = OptimizerState(optimizer, self._model) if optimizer is not None else None
-        self._extra = extras_in(self._stored.keys)
-        self._own = [Value(path) for path in offered(self._stored.keys, self._grid)]
+        self._extra = extras_in(self._stored.forms)
+        self._own = [Value(path) for path in offered(self._stored.forms, self._grid)]
         self._needed = [*self._staged, *(t for *_, t in self._twins), *self._extra, *self._own]
         if self._optimizer is not None:
-            targets = self._optimizer.targets(self._stored.keys, turns, self._strict)
+            targets = self._optimizer.targets(self._stored.forms, turns, self._strict)
             self._needed += map(self._state_source, targets)
         # One rank of each stage and member tells, since the others of it have the same names.
         stage, apart = self._grid.spec.regions[0].axes, {"pp", *self._model.own_axes}
@@ -296,9 +295,9 @@ class Loading:
         """Read tensors that ranks each had of their own as this grid's ranks have them."""
         self._merges: list[Callable[[], None]] = []
         for place, item in enumerate(self._live):
-            stored = self._stored.keys.get(item.key)
-            if isinstance(item, Item) and isinstance(stored, TensorStorageMetadata):
-                self._live[place], merge = item.fitted(tuple(stored.size))
+            stored = self._stored.forms.get(item.key)
+            if isinstance(item, Item) and stored is not None:
+                self._live[place], merge = item.fitted(stored.shape)
                 self._merges += [merge] if merge is not None else []
 
     def _parts_of(self, item: Item | Value) -> Sequence[Item | Value]:
@@ -312,7 +311,7 @@ class Loading:
         for live, staged in zip(self._live, self._staged, strict=True):
             if isinstance(live, Item) and isinstance(staged, Item) and live.path[0] == "model":
                 for key in twins(live.key, self.ties):
-                    if key in self._stored.keys and not self._stored.is_one(live.key, key):
+                    if key in self._stored.forms and not self._stored.is_one(live.key, key):
                         twin = self._source(replace(live, path=("model", key.removeprefix(MODEL))))
                         yield live, staged, twin
 
@@ -335,19 +334,22 @@ class Loading:
 
         It has the checkpoint's dtype where the tensor's may not hold all of its numbers.
         """
-        stored, path = self._stored.keys[item.key].properties.dtype, item.path
-        copy = self._stored.keys.get(key_of(copy_of(path)))
+        form, path = self._stored.forms[item.key], item.path
+        assert form is not None  # `check` has refused values
+        stored, copy = form.torch_dtype, self._stored.forms.get(key_of(copy_of(path)))
         if copy is not None and torch.promote_types(item.dtype, stored) != stored:
-            stored, path = copy.properties.dtype, copy_of(path)
+            stored, path = copy.torch_dtype, copy_of(path)
         staged = item.staged(stored if narrows(stored, item.dtype) else None)
         return replace(staged, path=path)
 
     def _state_source(self, item: Item | Value) -> Item | Value:
         """Return the box to read optimizer state into, as `_source` does."""
-        stored: Any = getattr(self._stored.keys[item.key], "properties", None)
-        if isinstance(item, Item) and item.path[0] != "model" and narrows(stored.dtype, item.dtype):
+        stored = self._stored.forms[item.key]
+        if not isinstance(item, Item) or stored is None or item.path[0] == "model":
+            return item
+        if narrows(stored.torch_dtype, item.dtype):
             self._live.append(item)
-            item = item.staged(stored.dtype)
+            item = item.staged(stored.torch_dtype)
             self._staged.append(item)
         return item
 
@@ -364,12 +366,12 @@ class Loading:
             for name in dict.fromkeys(name for names in told for name in names.missing)
         ]
         self._naming.check_padded([name.removeprefix(MODEL) for name in known])
-        there = [key for key in self._stored.keys if key.startswith(MODEL)]
+        there = [key for key in self._stored.forms if key.startswith(MODEL)]
         unknown = [key for key in there if key not in known]
         if self._optimizer is not None:
             updated = {name for names in told for name in names.updated}
             updated = updated.union(*(names for names in self.ties if names & updated))
-            unknown += not_taken(self._stored.keys, updated)
+            unknown += not_taken(self._stored.forms, updated)
             untrained = [name for name in missing if name.startswith("optimizer.")]
             if updated and len(untrained) == len(updated):
                 raise CheckpointError(
@@ -436,7 +438,7 @@ class Loading:
     @property
     def same_layout(self) -> bool:
         """Whether every rank is offered exactly what it had itself."""
-        return is_same_layout(self._stored.keys, self._grid)
+        return is_same_layout(self._stored.forms, self._grid)
 
     @property
     def extra_per_rank(self) -> list[dict[str, Any]]:

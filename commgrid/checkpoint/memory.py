@@ -118,7 +118,7 @@ def keep_items(
         group: of all its ranks; None: there is one.
         failed: makes the error of all, where one fails.
     """
-    forms = {each.key: _form(each) for each in items}
+    forms = {each.key: each.form if isinstance(each, Item) else None for each in items}
     layout = sha256(repr((grid.identity, sorted(forms.items()))).encode()).hexdigest()
     earlier = kept_states(grid.name)
     known = at_first(group, lambda: bool(earlier) and earlier[-1].layout == layout, all, failed)
@@ -146,16 +146,10 @@ def keep_items(
     return _kept[-1]
 
 
-def _form(item: Item | Value) -> Form | None:
-    if isinstance(item, Value):
-        return None
-    return Form(tuple(item.shape), str(item.dtype).removeprefix("torch."), item.dtype.itemsize, ())
-
-
 def _boxes(items: Iterable[Item]) -> LocalBoxes:
     held = LocalBoxes()
     for item in items:
-        held.add(item.key, item.shape, item.dtype, item.chunks)
+        held.add(item)
     return held
 
 
@@ -257,9 +251,9 @@ def _stretches(items: Iterable[Item], held: LocalBoxes, rank: int) -> list[Stret
     found: list[Stretch] = []
     for item in items:
         name = f"{item.key} of rank {rank}"
-        held.add(name, item.shape, item.dtype, item.chunks)
-        itemsize = item.dtype.itemsize
-        tensor = MovedTensor(name, name, str(item.dtype).removeprefix("torch."), itemsize)
+        held.add(item, name)
+        form = item.form
+        tensor = MovedTensor(name, name, form.dtype, form.itemsize)
         for chunk in item.chunks:
             run = Run(0, [tensor], chunk.data.nbytes >= LARGE, [chunk.box])
             if run.size:

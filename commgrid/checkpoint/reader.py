@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -34,6 +33,7 @@ from commgrid.errors import CheckpointError
 from commgrid.layout.box import slices
 from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.resharding.item import Item, Value
+from commgrid.resharding.layouts import Form
 
 
 def missing_file(folder: Path, ends: Mapping[str, int]) -> str | None:
@@ -67,8 +67,21 @@ def refuse_outside(index: Path, names: Iterable[str]) -> None:
             )
 
 
-def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
-    """Check that items are in torch's metadata, in these shapes.
+def forms_in(metadata: Metadata) -> Mapping[str, Form | None]:
+    """The forms of the tensors in torch's metadata by key; None: a value."""
+    return {
+        key: Form.of(stored.size, stored.properties.dtype)
+        if isinstance(stored, TensorStorageMetadata) else None
+        for key, stored in metadata.state_dict_metadata.items()
+    }  # fmt: skip
+
+
+def check_has(forms: Mapping[str, Form | None], items: Iterable[Item | Value]) -> None:
+    """Check that a checkpoint has items, in these shapes.
+
+    Args:
+        forms: of its tensors by key; None: a value.
+        items: asked for.
 
     Raises:
         CheckpointError: names what is missing, has another shape, or a dtype whose numbers would
@@ -77,27 +90,23 @@ def check_has(keys: Mapping[str, Any], items: Iterable[Item | Value]) -> None:
     missing, other, changed, own = [], [], [], ""
     wanted = list(items)
     for item in wanted:
-        stored = keys.get(item.key)
-        if stored is None:
+        if item.key not in forms:
             missing.append(item.key)
         elif isinstance(item, Item):
-            whole = isinstance(stored, TensorStorageMetadata)
-            shape = tuple(stored.size) if whole else "no tensor"
-            if shape != item.shape:
-                other.append(f"{item.key} is {shape}, here {item.shape}")
-                if item.repeats and whole and shape[1:] == item.shape:  # a buffer
+            form, mine = forms[item.key], item.form
+            if form is None:
+                other.append(f"{item.key} is no tensor, here {item.shape}")
+            elif form.shape != item.shape:
+                other.append(f"{item.key} is {form.shape}, here {item.shape}")
+                if item.repeats and form.shape[1:] == item.shape:  # a buffer
                     own = (
-                        f"; if {shape[0]} ranks each had a buffer of their own, say so of the "
+                        f"; if {form.shape[0]} ranks each had a buffer of their own, say so of the "
                         "model's with mark_buffers(…, own=…, merge=…)"
                     )
-            elif whole:
-                dtypes = [
-                    str(d).removeprefix("torch.") for d in (stored.properties.dtype, item.dtype)
-                ]
-                if not keeps_numbers(*dtypes):
-                    changed.append("{} is {}, here {}".format(item.key, *dtypes))
+            elif not keeps_numbers(form.dtype, mine.dtype):
+                changed.append(f"{item.key} is {form.dtype}, here {mine.dtype}")
     if missing:
-        spare = sorted({*keys} - {item.key for item in wanted})
+        spare = sorted({*forms} - {item.key for item in wanted})
         near = "".join(f"; it has {name}" for name in get_close_matches(missing[0], spare, 1))
         raise CheckpointError(f"of another model: it has no {_some(missing)}{near}")
     if other:
@@ -152,7 +161,7 @@ class Stored:
             ) from error
         except Exception as error:  # pickle raises any type
             raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from error
-        self.keys: Mapping[str, Any] = self._metadata.state_dict_metadata
+        self.forms = forms_in(self._metadata)
         files = {info.relative_path for info in self._metadata.storage_data.values()}
         refuse_outside(folder / ".metadata", files)
 
@@ -166,7 +175,7 @@ class Stored:
     @property
     def step(self) -> int | None:
         """The step that it says it is of."""
-        if not isinstance(self.keys.get("step"), BytesStorageMetadata):
+        if "step" not in self.forms or self.forms["step"] is not None:
             return None
         said = self.read([Value(("step",))], lambda *_: None)["step"]
         return said if isinstance(said, int) else None
@@ -188,14 +197,6 @@ class Stored:
         """
         if (missing := missing_file(self.folder, self.ends)) is not None:
             raise CheckpointError(f"half a checkpoint: {missing}")
-
-    def check(self, items: Iterable[Item | Value]) -> None:
-        """Looks whether it has these, in these shapes.
-
-        Raises:
-            CheckpointError: names what is missing, or has another shape.
-        """
-        check_has(self.keys, items)
 
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fills the items' boxes; returns the values by key.

@@ -24,13 +24,14 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 
 from commgrid.checkpoint.folder import SUFFIX, find, json_of, local, safetensors_files
 from commgrid.checkpoint.foreign_names import MODEL, Renamed
-from commgrid.checkpoint.reader import Stored, check_has, data_of, reads_of
+from commgrid.checkpoint.reader import Stored, data_of, forms_in, reads_of
 from commgrid.checkpoint.remote import is_remote
 from commgrid.checkpoint.writer import ByteCount, Report
 from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.item import Item, Value, whole
+from commgrid.resharding.layouts import Form
 from commgrid.resharding.model_state import chunks_of
 from commgrid.resharding.name_tables.table import SCALES
 from commgrid.resharding.naming import Naming, Rename
@@ -230,15 +231,8 @@ class Safetensors:
                     "of it is missing"
                 )
         self._reader.set_up_storage_reader(metadata, True)
-        self.keys: Mapping[str, Any] = metadata.state_dict_metadata
-
-    def check(self, items: Iterable[Item | Value]) -> None:
-        """Check that the folder has these items in these shapes.
-
-        Raises:
-            CheckpointError: names the missing ones.
-        """
-        check_has(self.keys, items)
+        self._stored: Mapping[str, Any] = metadata.state_dict_metadata
+        self.forms = forms_in(metadata)
 
     def read(self, items: Iterable[Item | Value], report: Report) -> dict[str, Any]:
         """Fill the items' boxes; safetensors files hold tensors only.
@@ -252,7 +246,7 @@ class Safetensors:
         for number, item in enumerate(items):
             if isinstance(item, Value):
                 raise CheckpointError(f"{self._folder} has tensors alone, and no {item.key}")
-            plan += planner.reads(f"{number}", item, self.keys[item.key])
+            plan += planner.reads(f"{number}", item, self._stored[item.key])
             if item.key in self._reader.factors:
                 name, stored = self._reader.factors[item.key]
                 scale = whole((name,), torch.empty(stored.size))
@@ -338,10 +332,10 @@ def export(
     stored = Stored(find(local(folder), step)[1])
     stored.check_files()
     source = Renamed(stored, naming, with_optimizer=False)
-    dtypes = _dtypes(source.keys, dtype)
+    dtypes = _dtypes(source.forms, dtype)
     if not dtypes:
         raise CheckpointError(f"{folder} has no tensor of a model to write; see rename=")
-    shards = _shards(source.keys, dtypes, file_bytes)
+    shards = _shards(source.forms, dtypes, file_bytes)
     target.mkdir(parents=True, exist_ok=True)
     files: dict[Path, list[str]] = {}
     for number, names in enumerate(shards, 1):
@@ -357,7 +351,7 @@ def export(
             path.unlink(missing_ok=True)
         raise
     if len(files) > 1:
-        total = sum(_bytes(source.keys, name, each) for name, each in dtypes.items())
+        total = sum(_bytes(source.forms, name, each) for name, each in dtypes.items())
         index = {name: path.name for path, names in files.items() for name in names}
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
         (target / f"model{SUFFIX}.index.json").write_text(text)
@@ -384,7 +378,11 @@ def _write(path: Path, source: Renamed, dtypes: Mapping[str, torch.dtype]) -> di
     """
     from safetensors.torch import save_file
 
-    tensors = {name: _made(source.keys[MODEL + name]) for name in dtypes}
+    stored = {name: source.forms[MODEL + name] for name in dtypes}
+    tensors = {
+        name: torch.empty(form.shape, dtype=form.torch_dtype)
+        for name, form in stored.items() if form is not None
+    }  # fmt: skip
     items = [whole(("model", name), tensor) for name, tensor in tensors.items()]
     source.read(items, lambda *_: None)
     lost = {
@@ -396,32 +394,30 @@ def _write(path: Path, source: Renamed, dtypes: Mapping[str, torch.dtype]) -> di
     return lost
 
 
-def _dtypes(keys: Mapping[str, Any], wanted: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(forms: Mapping[str, Form | None], wanted: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtype of each of the model's tensors in the files."""
     stored = {
-        key.removeprefix(MODEL): info.properties.dtype
-        for key, info in keys.items()
-        if key.startswith(MODEL) and isinstance(info, TensorStorageMetadata)
+        key.removeprefix(MODEL): form
+        for key, form in forms.items()
+        if key.startswith(MODEL) and form is not None
     }
-    if wanted is None:
-        return stored
-    texts = {name: str(dtype).removeprefix("torch.") for name, dtype in stored.items()}
-    scaled = scales_beside(texts)
+    scaled = scales_beside({name: form.dtype for name, form in stored.items()})
     stay = {*scaled, *(scale for scales in scaled.values() for scale in scales)}
+    found = {name: form.torch_dtype for name, form in stored.items()}
     return {
-        name: wanted if dtype.is_floating_point and name not in stay else dtype
-        for name, dtype in stored.items()
+        name: wanted if wanted and dtype.is_floating_point and name not in stay else dtype
+        for name, dtype in found.items()
     }
 
 
 def _shards(
-    keys: Mapping[str, Any], dtypes: Mapping[str, torch.dtype], limit: int
+    forms: Mapping[str, Form | None], dtypes: Mapping[str, torch.dtype], limit: int
 ) -> list[list[str]]:
     """Return the model's names in each of the files."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, dtype in dtypes.items():
-        bytes_ = _bytes(keys, name, dtype)
+        bytes_ = _bytes(forms, name, dtype)
         if shards[-1] and size + bytes_ > limit:
             shards.append([])
             size = 0
@@ -430,12 +426,9 @@ def _shards(
     return shards
 
 
-def _bytes(keys: Mapping[str, Any], name: str, dtype: torch.dtype) -> int:
-    return int(keys[MODEL + name].size.numel()) * dtype.itemsize
-
-
-def _made(info: TensorStorageMetadata) -> Tensor:
-    return torch.empty(info.size, dtype=info.properties.dtype)
+def _bytes(forms: Mapping[str, Form | None], name: str, dtype: torch.dtype) -> int:
+    form = forms[MODEL + name]
+    return 0 if form is None else math.prod(form.shape) * dtype.itemsize
 
 
 def _check_package() -> None:

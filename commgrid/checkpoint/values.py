@@ -9,10 +9,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.errors import CheckpointError
 from commgrid.resharding.item import Item, Path, Value, whole
+from commgrid.resharding.layouts import Form
 from commgrid.runtime.grid import HyperCommGrid
 
 OWN = "extra_per_rank"
@@ -24,17 +24,17 @@ def own_path(grid: HyperCommGrid) -> Path:
     return OWN, " ".join(f"{axis}={place}" for axis, place in coordinate.items())
 
 
-def extras_in(stored: Mapping[str, Any]) -> list[Item | Value]:
+def extras_in(forms: Mapping[str, Form | None]) -> list[Item | Value]:
     """The job's own values; torch.distributed.checkpoint keeps tensors as such.
 
     Args:
-        stored: torch's metadata by key.
+        forms: of a checkpoint's tensors by key; None: a value.
     """
     found: list[Item | Value] = []
-    for key, data in stored.items():
+    for key, form in forms.items():
         first, _, rest = key.partition(".")
-        if first == "extra" and isinstance(data, TensorStorageMetadata):
-            made = torch.empty(data.size, dtype=data.properties.dtype)
+        if first == "extra" and form is not None:
+            made = torch.empty(form.shape, dtype=form.torch_dtype)
             found.append(whole((first, rest), made))
         elif first == "extra":
             found.append(Value((first, rest)))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _FLOATS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
 """Binary digits of a number; whole numbers up to 2 to that power are exact."""
 _SCALED = re.compile(r"float\d+_e\d+m(\d+)")
 _PARTS = {"complex128": "float64", "complex64": "float32", "complex32": "float16"}
 """The dtype of the real and the imaginary part."""
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype of a name."""
+    import torch  # which planning does without
+
+    found: torch.dtype = getattr(torch, name)
+    return found
 
 
 def keeps_numbers(source: str, target: str) -> bool:

@@ -37,6 +37,7 @@ from commgrid.errors import SpecError
 from commgrid.layout.box import Box, Shape, boxes_of_range, common
 from commgrid.parameters.foreign import ForeignCut
 from commgrid.parameters.placement import Placement
+from commgrid.resharding.layouts import Form
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ class Item:
     def key(self) -> str:
         """The name in the checkpoint."""
         return key_of(self.path)
+
+    @property
+    def form(self) -> Form:
+        """Its full shape and dtype."""
+        return Form.of(self.shape, self.dtype)
 
     def fitted(self, stored: Shape) -> tuple[Item, Callable[[], None] | None]:
         """The item to read where ranks each have their own, and what to do when it is read.
@@ -121,11 +127,21 @@ class Item:
         """The same boxes with memory of their own, on the CPU, to be read into, and then taken."""
         for chunk in self.chunks:
             refuse_unwritable(self.key, chunk.data)
+        return self.empty(dtype, "cpu")
+
+    def empty(
+        self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> Item:
+        """The same boxes with memory of their own, without numbers.
+
+        Args:
+            dtype, device: None: as they are.
+        """
         chunks = [
-            Chunk(c.offset, torch.empty_like(c.data, dtype=dtype, device="cpu"))
+            Chunk(c.offset, torch.empty_like(c.data, dtype=dtype, device=device))
             for c in self.chunks
         ]
-        return Item(self.path, self.shape, chunks, dtype or self.dtype, self.writes)
+        return replace(self, chunks=chunks, dtype=dtype or self.dtype)
 
     def take(self, staged: Item) -> None:
         """Copies what was read."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -23,10 +23,10 @@ from commgrid.errors import TransferError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Box, Shape
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.resharding.dtypes import keeps_numbers
+from commgrid.resharding.dtypes import dtype_of, keeps_numbers
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    import torch
 
 _MOST_TOLD = 3
 _LENGTH = 8  # bytes
@@ -34,31 +34,32 @@ _LENGTH = 8  # bytes
 
 @dataclass(frozen=True)
 class Form:
-    """How a rank holds a tensor.
+    """Shape and dtype of a full tensor, and the boxes that a rank has of it.
 
     Args:
         shape: of the full tensor.
         dtype: as torch names it, without `torch.`.
         itemsize: bytes of an element.
-        boxes: what the rank has of it.
+        boxes: what the rank has of it; (): not said, as of a tensor in a checkpoint.
     """
 
     shape: Shape
     dtype: str
     itemsize: int
-    boxes: tuple[Box, ...]
+    boxes: tuple[Box, ...] = ()
+
+    @classmethod
+    def of(cls, shape: Iterable[int], dtype: torch.dtype, boxes: Iterable[Box] = ()) -> Form:
+        """The form of a tensor of torch's."""
+        return cls(tuple(shape), str(dtype).removeprefix("torch."), dtype.itemsize, tuple(boxes))
 
     def __str__(self) -> str:
         return f"shape {self.shape} and dtype {self.dtype}"
 
     @property
-    def stored(self) -> TensorStorageMetadata:
-        """The tensor as torch's metadata of a checkpoint has it, without its boxes."""
-        import torch  # which planning does without
-        from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
-
-        properties = TensorProperties(dtype=getattr(torch, self.dtype))
-        return TensorStorageMetadata(properties, torch.Size(self.shape), [])
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch has it."""
+        return dtype_of(self.dtype)
 
 
 class LayoutEntry(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commgrid.errors import SpecError, TransferError
 from commgrid.layout.box import Box, Shape, common, slices
-from commgrid.resharding.item import Chunk
+from commgrid.resharding.item import Chunk, Item
 from commgrid.resharding.layouts import Form, LayoutEntry, pack
 
 
@@ -38,29 +38,28 @@ class LocalBoxes:
         self._tensors: dict[str, _HeldTensor] = {}
         self.apart_from: LocalBoxes | None = None  # another side, which has memory of its own
 
-    def add(
-        self,
-        name: str,
-        shape: Shape,
-        dtype: torch.dtype,
-        chunks: Iterable[Chunk],
-        source: str = "",
-    ) -> None:
+    def add(self, item: Item, name: str = "", source: str = "") -> None:
         """Adds a tensor's boxes; one of a name that is there already is a further copy.
 
         Boxes without elements are left out: nothing of them is moved or compared.
 
+        Args:
+            item: the tensor.
+            name: "": its key.
+            source: the name of the tensor that it gets its numbers from; "": the same.
+
         Raises:
             SpecError: that one has another shape or dtype.
         """
+        name = name or item.key
         source = "" if source == name else source
-        held = self._tensors.setdefault(name, _HeldTensor(tuple(shape), dtype, source))
-        if (held.shape, held.dtype) != (tuple(shape), dtype):
+        held = self._tensors.setdefault(name, _HeldTensor(item.shape, item.dtype, source))
+        if (held.shape, held.dtype) != (item.shape, item.dtype):
             raise SpecError(
                 f"{name} is twice on this rank, of shape {held.shape} and dtype {held.dtype}, and "
-                f"of shape {tuple(shape)} and dtype {dtype}; expected copies"
+                f"of shape {item.shape} and dtype {item.dtype}; expected copies"
             )
-        for chunk in _filled(chunks):
+        for chunk in _filled(item.chunks):
             held.chunks.setdefault(chunk.box, []).append(chunk.data)
 
     @cached_property
@@ -68,8 +67,7 @@ class LocalBoxes:
         """The layout for the other ranks; call it after the last `add`."""
         entries = []
         for name, held in self._tensors.items():
-            dtype = str(held.dtype).removeprefix("torch.")
-            form = Form(held.shape, dtype, held.dtype.itemsize, tuple(held.chunks))
+            form = Form.of(held.shape, held.dtype, held.chunks)
             entries.append(LayoutEntry(name, form, held.source))
         return pack(entries)
 
@@ -96,11 +94,11 @@ class LocalBoxes:
         """Of all tensors."""
         return self._tensors.keys()
 
-    def items(self) -> Iterator[tuple[str, Shape, torch.dtype, list[Chunk]]]:
-        """Each tensor's name, full shape, dtype and boxes on this rank, each once."""
+    def items(self) -> Iterator[Item]:
+        """Each tensor, with its boxes on this rank, each once."""
         for name, held in self._tensors.items():
             chunks = [Chunk(box[0], tensors[0]) for box, tensors in held.chunks.items()]
-            yield name, held.shape, held.dtype, chunks
+            yield Item((name,), held.shape, chunks, held.dtype)
 
     @property
     def twice(self) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -122,12 +120,8 @@ class LocalBoxes:
         """The same boxes in memory of their own, without the numbers."""
         made = LocalBoxes()
         made.is_lasting = False
-        for name, held in self._tensors.items():
-            chunks = [
-                Chunk(offset, torch.empty(size, dtype=held.dtype, device=tensors[0].device))
-                for (offset, size), tensors in held.chunks.items()
-            ]
-            made.add(name, held.shape, held.dtype, chunks, held.source)
+        for item in self.items():
+            made.add(item.empty(), source=self._tensors[item.key].source)
         return made
 
     @torch.no_grad()

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from commgrid.data_parallel.optimizer import ShardedOptimizer
 from commgrid.equality.comparison import ByRank, Error, Fact, compare, ends_of
@@ -34,6 +33,7 @@ from commgrid.resharding.holders import (
     inner_of,
 )
 from commgrid.resharding.item import Item, Path, Shared, Value, key_of, local_part, whole
+from commgrid.resharding.layouts import Form
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import MASTER, key_of_text, split_name, text_of
 
@@ -185,12 +185,12 @@ class OptimizerState:
     # -- reading ------------------------------------------------------------------------
 
     def targets(
-        self, stored: Mapping[str, Any], turns: Turns, strict: bool = True
+        self, stored: Mapping[str, Form | None], turns: Turns, strict: bool = True
     ) -> Iterator[Item | Value]:
         """Yield the items to read, with new tensors, which `take` puts in place.
 
         Args:
-            stored: torch's metadata by key.
+            stored: forms of a checkpoint's tensors by key; None: a value.
             turns: which of the ranks that read something compares its checksum.
             strict: False: parameters that were not trained before keep what they have.
 
@@ -235,8 +235,8 @@ class OptimizerState:
             copied = MASTER in state and not self._keeps_master(part, stored)
             path = part.path(MASTER) if copied else ("model", name)
             weight = stored.get(key_of(path))
-            if isinstance(weight, TensorStorageMetadata):
-                self._saved_as[name] = weight.properties.dtype
+            if weight is not None:
+                self._saved_as[name] = weight.torch_dtype
             for text in sorted(state - {MASTER} if copied else state):
                 target = self._target(part, text, stored[key_of(part.path(text))], turns)
                 key = key_of_text(text, own, is_torchs=not self._is_ours(part, stored))
@@ -246,12 +246,12 @@ class OptimizerState:
                 item, self._copies[name] = part.made(path, part.tensor.dtype, turns)
                 yield item
 
-    def _keeps_master(self, part: UpdatedPart, stored: Mapping[str, Any]) -> bool:
+    def _keeps_master(self, part: UpdatedPart, stored: Mapping[str, Form | None]) -> bool:
         """Whether `master` is state of an optimizer; not where commgrid has saved a wider copy."""
         if self._is_ours(part, stored):
             paths = part.path(MASTER), ("model", part.box.name)
-            kinds = [getattr(stored.get(key_of(path)), "properties", None) for path in paths]
-            sizes = [kind.dtype.itemsize for kind in kinds if kind is not None]
+            forms = [stored.get(key_of(path)) for path in paths]
+            sizes = [form.itemsize for form in forms if form is not None]
             if len(sizes) == 2 and sizes[0] > sizes[1]:
                 return False
         own = part.optimizer
@@ -274,21 +274,21 @@ class OptimizerState:
         return found
 
     def _target(
-        self, part: UpdatedPart, text: str, stored: Any, turns: Turns
+        self, part: UpdatedPart, text: str, stored: Form | None, turns: Turns
     ) -> Value | tuple[Item, Tensor]:
         mine = turns.is_mine(part.box.copies, 0) and part.box.is_owner and part.is_first
-        if not isinstance(stored, TensorStorageMetadata):
+        if stored is None:
             return Value(part.path(text), writes=mine)
-        dtype = stored.properties.dtype
+        dtype = stored.torch_dtype
         if text != "step":
             dtype = part.dtype_for(dtype, self._saved_as[part.box.name])
-        if tuple(stored.size) == part.box.shape:
+        if stored.shape == part.box.shape:
             return part.made(part.path(text), dtype, turns)
-        if len(stored.size) == 0 or self._is_whole(part):
-            made = torch.zeros(stored.size, dtype=dtype)
+        if not stored.shape or self._is_whole(part):
+            made = torch.zeros(stored.shape, dtype=dtype)
             return whole(part.path(text), made, writes=mine), made
         raise CheckpointError(
-            f"its {key_of(part.path(text))} has shape {tuple(stored.size)}, but the parameter has "
+            f"its {key_of(part.path(text))} has shape {stored.shape}, but the parameter has "
             f"{part.box.shape}, and ranks have slices of it"
         )
 

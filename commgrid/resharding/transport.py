@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commgrid.resharding.dtypes import dtype_of
 from commgrid.resharding.ending import meet
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Message, Move
@@ -296,7 +297,7 @@ class Carrier:
     def _straight(self, view: Tensor, _: int, move: Move, device: torch.device) -> Tensor | None:
         """The bytes of a message's only box where it lies; None: they need a buffer."""
         fits = view.is_contiguous() and view.device == device
-        if not fits or view.dtype != _dtype(move):
+        if not fits or view.dtype != dtype_of(move.tensor.dtype):
             return None
         return view.view(-1).view(torch.uint8)
 
@@ -323,13 +324,8 @@ def _packed_size(batch: Batch) -> int:
 def _places(parcel: _Parcel, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Each box of a message here, and where in the buffer it is."""
     for view, start, move in parcel.parts:
-        flat = buffer[start : start + move.size].view(_dtype(move))
+        flat = buffer[start : start + move.size].view(dtype_of(move.tensor.dtype))
         yield view, flat.view(view.shape)
-
-
-def _dtype(move: Move) -> torch.dtype:
-    found: torch.dtype = getattr(torch, move.tensor.dtype)
-    return found
 
 
 def aligned(size: int) -> int:

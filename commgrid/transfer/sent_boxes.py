@@ -11,10 +11,10 @@ from torch import Tensor
 
 from commgrid.errors import SpecError, TransferError
 from commgrid.layout.axis_names import nearest
-from commgrid.layout.box import Box, common, slices, volume
+from commgrid.layout.box import Box, Shape, common, slices, volume
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.dtypes import unscaled
-from commgrid.resharding.item import Chunk
+from commgrid.resharding.item import Chunk, Item
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.transfer.conversion import Convert, Converted, tried
@@ -70,29 +70,31 @@ class SentBoxes(LocalBoxes):
             for pattern, is_used in one.patterns(held.names).items():
                 self.patterns[pattern] = self.patterns.get(pattern, False) or is_used
         made_of: dict[str, str] = {}
-        somewhere = next((c.data.device for *_, chunks in held.items() for c in chunks), "cpu")
-        for name, shape, dtype, chunks in held.items():
+        somewhere = next((c.data.device for item in held.items() for c in item.chunks), "cpu")
+        for item in held.items():
+            name, chunks = item.key, item.chunks
             device = chunks[0].data.device if chunks else torch.device(somewhere)
-            tries = (tried(one, name, shape, dtype, device) for one in given if one.takes(name))
+            each = (one for one in given if one.takes(name))
+            tries = (tried(one, name, item.shape, item.dtype, device) for one in each)
             tensor = next(filter(None, tries), None)
             for output in tensor.outputs if tensor else (name,):
                 _refuse_two_or_left_out(output, name, made_of.setdefault(output, name), names)
             if tensor is None:
-                self.add(name, shape, dtype, chunks)
+                self.add(item)
                 continue
             self.groups.append(tuple(tensor.outputs))
             self._devices[name] = device
             for chunk in chunks:
-                self._add(tensor, chunk.box, dtype)
+                self._add(tensor, chunk.box, item.dtype)
 
     def _add(self, tensor: Converted, box: Box, dtype: torch.dtype) -> None:
         """Adds what is made of a box, on the meta device: it has a shape, and no memory yet."""
         for piece, is_whole in tensor.pieces(box) if volume(box) else ():
             if not is_whole:
-                self.split.add(tensor.name, tensor.shape, dtype, [_without_memory(piece, dtype)])
+                self.split.add(_without_memory(tensor.name, tensor.shape, piece, dtype))
             for name, output in tensor.outputs.items():
                 made = output.box(piece)
-                self.add(name, output.shape, output.dtype, [_without_memory(made, output.dtype)])
+                self.add(_without_memory(name, output.shape, made, output.dtype))
                 self._pieces.setdefault(name, {})[made] = _Piece(tensor, piece, is_whole)
 
     @property
@@ -104,10 +106,8 @@ class SentBoxes(LocalBoxes):
         """Returns memory for the blocks that are brought together."""
         self._together = LocalBoxes()
         self._together.is_lasting = False
-        for name, shape, dtype, chunks in self.split.items():
-            device = self._devices[name]
-            room = [Chunk(c.offset, torch.empty_like(c.data, device=device)) for c in chunks]
-            self._together.add(name, shape, dtype, room)
+        for item in self.split.items():
+            self._together.add(item.empty(device=self._devices[item.key]))
         return self._together
 
     def end(self) -> None:
@@ -211,8 +211,9 @@ def _refuse_two_or_left_out(output: str, name: str, other: str, names: Names) ->
         raise SpecError(f"only= leaves out {output}, which convert= makes of {name}; add its name")
 
 
-def _without_memory(box: Box, dtype: torch.dtype) -> Chunk:
-    return Chunk(box[0], torch.empty(box[1], dtype=dtype, device="meta"))
+def _without_memory(name: str, shape: Shape, box: Box, dtype: torch.dtype) -> Item:
+    chunk = Chunk(box[0], torch.empty(box[1], dtype=dtype, device="meta"))
+    return Item((name,), shape, [chunk], dtype)
 
 
 def _bytes(made: Mapping[str, Tensor]) -> int:

@@ -83,9 +83,8 @@ def lost_between(
     dtypes: dict[str, torch.dtype] = {}
     reads = target.reads
     for name, form in target.forms.items():
-        dtype: torch.dtype = getattr(torch, form.dtype)
-        if narrows(getattr(torch, source.forms[reads[name]].dtype), dtype):
-            dtypes[name] = dtype
+        if narrows(source.forms[reads[name]].torch_dtype, form.torch_dtype):
+            dtypes[name] = form.torch_dtype
     if not dtypes:
         return {}
     me = dist.get_process_group_ranks(group)[group.rank()]

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-)
 
 from commgrid.checkpoint.agreement import compare_members, members_of
 from commgrid.equality.digest import digest
@@ -224,7 +221,7 @@ class SourceSide(OneSide):
         self._items = list(items)
         items = self._items
         called: dict[str, str] = {}
-        dtypes = {item.path[-1]: str(item.dtype).removeprefix("torch.") for item in items}
+        dtypes = {item.path[-1]: item.form.dtype for item in items}
         self.scales = {}
         for item in items:
             for part in self.names.of_source(item):
@@ -236,7 +233,7 @@ class SourceSide(OneSide):
                         f"rename= calls both {other} and {item.path[-1]} of the source {name}; "
                         "give each a name of its own"
                     )
-                held.add(first, part.shape, part.dtype, part.chunks)
+                held.add(part, first)
         named: dict[str, list[str]] = {}
         for name, own in called.items():
             named.setdefault(own, []).append(name)
@@ -248,8 +245,7 @@ class SourceSide(OneSide):
             self._optimizer_state = OptimizerState(self.optimizer, stateful(self._state))
             for one in self._optimizer_state.items(Turns(grid)):
                 if isinstance(one, Item):
-                    name = first_name(one.key, self.ties)
-                    held.add(name, one.shape, one.dtype, one.chunks)
+                    held.add(one, first_name(one.key, self.ties))
                 else:
                     values.append(one)
             self.more = Offer(tuple(value.key for value in values))
@@ -311,7 +307,7 @@ class TargetSide(OneSide):
     wants: bool = field(default=False, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
     _offered: dict[str, Form] = field(default_factory=dict, init=False)
-    _stored: dict[str, Any] = field(default_factory=dict, init=False)
+    _stored: dict[str, Form | None] = field(default_factory=dict, init=False)
     _writable: tuple[LocalBoxes, bool] | None = field(default=None, init=False)  # when it was so
     _told: frozenset[str] = field(default=frozenset(), init=False)
     _merges: list[Callable[[], None]] = field(default_factory=list, init=False)
@@ -341,13 +337,12 @@ class TargetSide(OneSide):
             for twin in twins(ours, self.ties):
                 self._offered.setdefault(twin.removeprefix("model."), form)
         self._stored = {
-            name if name.startswith("optimizer.") else f"model.{name}": form.stored
+            name if name.startswith("optimizer.") else f"model.{name}": form
             for name, form in self._offered.items()
         }
         self._told = frozenset(key for offer in offers for key in offer.keys)
-        values = dict.fromkeys(self._told, BytesStorageMetadata())
-        self._stored.update(self._with_twins(values))
-        self.wants = bool(values)
+        self._stored.update(self._with_twins(dict.fromkeys(self._told)))
+        self.wants = bool(self._told)
 
     def _with_twins(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Values by key, of a tied weight under each of its names."""
@@ -368,7 +363,7 @@ class TargetSide(OneSide):
                 if name in self._offered:
                     part, merge = part.fitted(self._offered[name].shape)
                     self._merges += [merge] if merge is not None else []
-                held.add(name, part.shape, part.dtype, part.chunks, self._read_from(part))
+                held.add(part, name, self._read_from(part))
         # A module has one part of each parameter, and a table may tie two.
         if isinstance(self.model, Mapping) or self.names.cuts_target:
             refuse_overlaps(held)
@@ -384,10 +379,9 @@ class TargetSide(OneSide):
                 if isinstance(one, Item) and one.path[0] == "model":  # an fp32 copy that starts so
                     name = key_of(copy_of(one.path))
                     read = first_name(one.path[-1], self.ties)
-                    held.add(name, one.shape, one.dtype, one.chunks, read)
+                    held.add(one, name, read)
                 elif isinstance(one, Item):
-                    read = first_name(one.key, self.ties)
-                    held.add(one.key, one.shape, one.dtype, one.chunks, read)
+                    held.add(one, source=first_name(one.key, self.ties))
         refuse_one_memory(held)
 
     def _read_from(self, item: Item) -> str:
@@ -397,7 +391,7 @@ class TargetSide(OneSide):
         read = first_name(name, self.ties)
         if copy not in self._offered or name not in self._offered:
             return read
-        given: torch.dtype = getattr(torch, self._offered[name].dtype)
+        given = self._offered[name].torch_dtype
         more = torch.promote_types(item.dtype, given) != given
         return first_name(copy, self.ties) if more else read
 

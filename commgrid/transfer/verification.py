@@ -13,6 +13,7 @@ from commgrid.collectives.plain import all_reduce
 from commgrid.equality.digest import digest
 from commgrid.errors import TransferError
 from commgrid.layout.rank_text import describe_ranks
+from commgrid.resharding.dtypes import dtype_of
 from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Move, TransferPlan
@@ -45,7 +46,7 @@ class Verification:
     ) -> None:
         self._plan, self._rank, self._group, self._device = plan, rank, group, device
         self._dtypes: dict[str, torch.dtype] = {
-            name: getattr(torch, form.dtype) for name, form in sorted(target.forms.items())
+            name: form.torch_dtype for name, form in sorted(target.forms.items())
         }
 
     def check(self, source: LocalBoxes, target: LocalBoxes) -> None:
@@ -82,8 +83,7 @@ class Verification:
             name, factor = move.tensor.name, _factor(move)
             if move.sender == self._rank:
                 view = source.view(move.tensor.source, move.box)
-                travels: torch.dtype = getattr(torch, move.tensor.dtype)
-                sent = view.to(travels).to(self._dtypes[name])
+                sent = view.to(dtype_of(move.tensor.dtype)).to(self._dtypes[name])
                 yield name, move.receiver, int(digest(sent)) * factor
             if move.receiver == self._rank:
                 yield name, move.receiver, -int(digest(target.view(name, move.box))) * factor

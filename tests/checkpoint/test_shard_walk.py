@@ -18,12 +18,12 @@ from commgrid.transfer import Transfer
 from tests.walked import report, walked
 
 MOST = {
-    "save": 192,
-    "load": 237,
-    "keep": 140,
+    "save": 190,
+    "load": 240,
+    "keep": 137,
     "recover": 245,
     "make a transfer": 370,
-    "run a transfer": 256,
+    "run a transfer": 258,
 }
 
 
