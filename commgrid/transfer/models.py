@@ -263,17 +263,6 @@ def stateful(state: ModelState | None) -> ModelState:
     return state
 
 
-@dataclass(frozen=True)
-class Offer:
-    """A source optimizer's values that are no tensors, by name.
-
-    Args:
-        keys: of all values.
-    """
-
-    keys: tuple[str, ...]
-
-
 OfBoth = tuple[Optimizers | None, Optimizers | None]
 """The source's and the target's optimizers."""
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -86,7 +85,8 @@ class Outline:
         if any(one.converts for one in first.told):
             sent = at_first(group, source.tell_sent, partial(sent.converted, ranks), _failed)
         offers = first.offers
-        target.take_offer(sent.side.forms, offers)
+        values = [*chain.from_iterable(offers)]
+        target.take_offer(sent.side.forms, values)
 
         def hear(told: list[_Told]) -> _Sides:
             found = gathered(told)
@@ -96,7 +96,7 @@ class Outline:
             return found
 
         second = at_first(group, lambda: telling(target), hear, _failed)
-        target.check_offer(offers, second.offers)
+        target.check_offer(values, chain.from_iterable(second.offers))
         hosts = dict(zip(ranks, (one.host for one in first.told), strict=True))
         partly = any(one.partly for one in second.told)
         plans: list[TransferPlan] = []
@@ -129,7 +129,8 @@ class _Told:
         layout: of its tensors; None: it is not on that side.
         host: where it runs.
         devices: of its tensors.
-        more: what goes with an optimizer.
+        more: of the source its optimizer's values that are no tensors, of the target the
+            parameters that its optimizer updates; None: it has none.
         partly: whether only= was given.
         compares: whether copies are to be compared.
         members: whether the source may be an ensemble.
@@ -142,7 +143,7 @@ class _Told:
     layout: bytes | None
     host: str
     devices: frozenset[str]
-    more: Any
+    more: tuple[str, ...] | None
     partly: bool
     compares: bool
     members: bool
@@ -180,7 +181,7 @@ class _Sides:
         return cls(told, GridLayouts.of(layouts))
 
     @property
-    def offers(self) -> list[Any]:
+    def offers(self) -> list[tuple[str, ...]]:
         """Messages about optimizers, of the ranks that have one."""
         return [one.more for one in self.told if one.more is not None]
 

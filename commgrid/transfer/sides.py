@@ -29,7 +29,6 @@ from commgrid.transfer.models import (
     Looked,
     Model,
     Names,
-    Offer,
     Part,
     Tied,
     items_of,
@@ -145,7 +144,7 @@ class SourceSide(OneSide):
     Attributes:
         sent: the boxes to send where some are converted; None: `held`.
         values: an optimizer's that are no tensors, which this rank tells.
-        more: what targets have to know of these; None: there is no optimizer.
+        more: the keys of these; None: there is no optimizer.
         scales: by name of a tensor of eight bits that is moved the scales beside it, under the
             names that they are moved with, or that they have if they are not.
     """
@@ -154,7 +153,7 @@ class SourceSide(OneSide):
     room: int = 0
     sent: SentBoxes | None = field(default=None, init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
-    more: Offer | None = field(default=None, init=False)
+    more: tuple[str, ...] | None = field(default=None, init=False)
     scales: dict[str, list[str]] = field(default_factory=dict, init=False)
     _boxes: SharedBoxes | None = field(default=None, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
@@ -248,7 +247,7 @@ class SourceSide(OneSide):
                     held.add(one, first_name(one.key, self.ties))
                 else:
                     values.append(one)
-            self.more = Offer(tuple(value.key for value in values))
+            self.more = tuple(value.key for value in values)
         self.values = {value.key: value.plain for value in values if value.writes}
 
     def compare_boxes_of(self, side: GridLayouts, group: ProcessGroup) -> None:
@@ -324,12 +323,12 @@ class TargetSide(OneSide):
             self._writable = held, mode
         return held
 
-    def take_offer(self, forms: Mapping[str, Form], offers: Iterable[Offer]) -> None:
+    def take_offer(self, forms: Mapping[str, Form], values: Iterable[str]) -> None:
         """Hears what the source has.
 
         Args:
             forms: its tensors by the target's names.
-            offers: of its ranks with an optimizer.
+            values: keys of its optimizers' values that are no tensors.
         """
         self._offered = dict(forms)
         for name, form in forms.items():
@@ -340,7 +339,7 @@ class TargetSide(OneSide):
             name if name.startswith("optimizer.") else f"model.{name}": form
             for name, form in self._offered.items()
         }
-        self._told = frozenset(key for offer in offers for key in offer.keys)
+        self._told = frozenset(values)
         self._stored.update(self._with_twins(dict.fromkeys(self._told)))
         self.wants = bool(self._told)
 
@@ -395,19 +394,19 @@ class TargetSide(OneSide):
         more = torch.promote_types(item.dtype, given) != given
         return first_name(copy, self.ties) if more else read
 
-    def check_offer(self, offers: Iterable[Offer], wants: Iterable[tuple[str, ...]]) -> None:
+    def check_offer(self, values: Iterable[str], updated: Iterable[str]) -> None:
         """Refuses state that no rank of the target takes.
 
         Args:
-            offers: of the source's ranks with an optimizer.
-            wants: of the target's, the parameters that it updates.
+            values: keys of the source's optimizers' values that are no tensors, in order.
+            updated: the parameters that the target's optimizers update.
 
         Raises:
             TransferError: names parameters.
         """
-        told = [key for offer in offers for key in offer.keys]
-        there = [*self._offered, *dict.fromkeys(told)] if told else []
-        known = {name for names in wants for name in names}
+        told = [*dict.fromkeys(values)]
+        there = [*self._offered, *told] if told else []
+        known = {*updated}
         known = known.union(*(names for names in self.ties if names & known))
         unknown = sorted(key.removeprefix(_OPTIONS) for key in not_taken(there, known))
         if unknown and not known:
