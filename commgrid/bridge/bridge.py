@@ -312,9 +312,8 @@ class Bridge(nn.Module):
                     "the bridge with dynamic=True, or call forget_shapes() on all ranks"
                 )
             return known
-        told = self._live.tell(facts.encode(), f"call {self._calls}")
-        heard = {rank: Facts.decode(row) for rank, row in told.items()}
-        found = conclude(self._about, heard, self._source, self._target, self.rank)
+        told = self._live.tell(facts, f"call {self._calls}")
+        found = conclude(self._about, told, self._source, self._target, self.rank)
         if not self._live.can_send(found.dtype):
             raise SpecError(f"{self._about}: a tensor of {found.dtype}, which NCCL does not send; "
                             "convert it")  # fmt: skip

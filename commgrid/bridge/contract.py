@@ -1,13 +1,13 @@
 """Shapes, dtype and plans of a bridge's calls, concluded from all ranks' facts.
 
-Each rank tells the others a row of numbers. From all rows every rank concludes the same: a plan for
+Each rank tells the others its facts. From all of them every rank concludes the same: a plan for
 each way, or one error that all of them raise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,17 +24,6 @@ DTYPES = (
     torch.float8_e4m3fn, torch.float8_e5m2,
 )  # fmt: skip
 """The dtypes that can cross."""
-MOST_DIMS = 12
-
-_COMPLAINTS = (
-    "",
-    "gave no tensor, though it is on the source's stage; the source's ranks call bridge(x)",
-    "gave a tensor, though it is not on the source's stage; others call bridge(None)",
-    f"gave a tensor of a dtype or with more dims than a bridge takes (at most {MOST_DIMS} dims, "
-    f"and {', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)})",
-    "gave a tensor on a device that the bridge's communicator does not send from",
-    "gave something else than a tensor; the source's ranks call bridge(x) with one",
-)
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,7 @@ class Facts:
         records: whether autograd is recording.
         shape, dtype: of its tensor, if it gave one.
         needs_grad: whether that one needs a gradient.
-        complaint: a number: what is wrong with it.
+        complaint: what is wrong with it; "": nothing.
         digest: of the tensor's bits, if copies are compared.
     """
 
@@ -55,49 +44,32 @@ class Facts:
     shape: tuple[int, ...] = ()
     dtype: torch.dtype | None = None
     needs_grad: bool = False
-    complaint: int = 0
+    complaint: str = ""
     digest: int = field(default=0, compare=False)
 
     @classmethod
     def of(cls, x: object, is_source: bool, device: torch.device, compares: bool = False) -> Facts:
         """Make this rank's facts."""
-        records = torch.is_grad_enabled()
-        none = cls(is_source, records)
-        if x is None:
-            return replace(none, complaint=1 if is_source else 0)
-        if not is_source:
-            return replace(none, complaint=2)
-        if not isinstance(x, Tensor):
-            return replace(none, complaint=5)
-        if x.dtype not in DTYPES or x.dim() > MOST_DIMS:
-            return replace(none, complaint=3)
-        if x.device.type != device.type:
-            return replace(none, complaint=4)
-        return replace(
-            none, shape=tuple(x.shape), dtype=x.dtype, needs_grad=records and x.requires_grad,
+        records, complaint = torch.is_grad_enabled(), ""
+        if x is None and is_source:
+            complaint = (
+                "no tensor, though it is on the source's stage; the source's ranks call bridge(x)"
+            )
+        elif x is not None and not is_source:
+            complaint = "a tensor, though it is not on the source's stage; others call bridge(None)"
+        elif not isinstance(x, Tensor | None):
+            complaint = "something else than a tensor; the source's ranks call bridge(x) with one"
+        elif x is not None and x.dtype not in DTYPES:
+            takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            complaint = f"a tensor of {x.dtype}; a bridge takes {takes}"
+        elif x is not None and x.device.type != device.type:
+            complaint = f"a tensor on {x.device}; the bridge's communicator sends from {device}"
+        if complaint or not isinstance(x, Tensor):
+            return cls(is_source, records, complaint=complaint)
+        return cls(
+            is_source, records, tuple(x.shape), x.dtype, records and x.requires_grad,
             digest=int(digest(x)) if compares else 0,
         )  # fmt: skip
-
-    def encode(self) -> list[int]:
-        """As a row of numbers."""
-        dtype = -1 if self.dtype is None else DTYPES.index(self.dtype)
-        flags = 4 * self.is_source + 2 * self.records + self.needs_grad
-        dims = [*self.shape, *[0] * (MOST_DIMS - len(self.shape))]
-        return [flags, self.complaint, dtype, self.digest, len(self.shape), *dims]
-
-    @classmethod
-    def decode(cls, row: Sequence[int]) -> Facts:
-        """Of such a row."""
-        flags, complaint, dtype, bits, dims, *shape = row
-        return cls(
-            bool(flags & 4),
-            bool(flags & 2),
-            tuple(shape[:dims]),
-            None if dtype < 0 else DTYPES[dtype],
-            bool(flags & 1),
-            complaint,
-            bits,
-        )
 
     @property
     def said(self) -> str:
@@ -138,9 +110,7 @@ def conclude(
     """
     for one, facts in told.items():
         if facts.complaint:
-            raise ShapeError(
-                f"{about}: nothing can cross, since rank {one} {_COMPLAINTS[facts.complaint]}"
-            )
+            raise ShapeError(f"{about}: nothing can cross, since rank {one} gave {facts.complaint}")
     lead = _check_alike(about, told, source.ranks)
     needs_grad = _needs_grad(about, told, source.ranks, target.ranks)
     own, theirs = (_dims(about, side.cuts, len(lead.shape)) for side in (source, target))

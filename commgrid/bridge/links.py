@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commgrid.bridge.contract import Facts
+from commgrid.collectives.objects import gathered
 from commgrid.errors import CommGridError
 from commgrid.grid_pairs.pair_group import PairGroup
 from commgrid.grid_pairs.pairing import Card
@@ -83,18 +85,15 @@ class BridgeLinks:
         """Whether the communicator sends tensors of a dtype."""
         return can_send(dtype, self._group, self.device)
 
-    def tell(self, row: Sequence[int], call: str) -> dict[int, list[int]]:
-        """Every rank's row of numbers; collective.
+    def tell(self, facts: Facts, call: str) -> dict[int, Facts]:
+        """Every rank's facts; collective.
 
         Raises:
             GoneError: a rank did not come; it is named.
         """
         self._check_watch(call)
-        mine = torch.tensor(row, device=self.device)
-        heard = [torch.empty_like(mine) for _ in self.ranks]
         try:
-            dist.all_gather(heard, mine, group=self._group)
-            return {rank: one.tolist() for rank, one in zip(self.ranks, heard, strict=True)}
+            return dict(zip(self.ranks, gathered(facts, self._group), strict=True))
         except RuntimeError as error:
             if not is_peer_failure(error):
                 raise
