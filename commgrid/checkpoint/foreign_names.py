@@ -24,7 +24,7 @@ from commgrid.resharding.dtypes import scales_beside, unscaled
 from commgrid.resharding.item import Item, Value, key_of
 from commgrid.resharding.layouts import Form
 from commgrid.resharding.name_tables.parts import TensorParts
-from commgrid.resharding.naming import MASTER, Naming, copy_of, split_name, twins
+from commgrid.resharding.naming import MASTER, Naming, copy_of, split_name, with_twins
 
 MODEL = "model."
 _STATE, _OPTIONS = "optimizer.state.", "optimizer.param_groups."
@@ -83,9 +83,7 @@ class Renamed:
                 self._add(naming, key, is_nested=bool(members))
         for key, group in members.items():
             self._add_group(naming, key, group)
-        for key, stored in list(self._stored.items()) if ties else ():
-            for twin in twins(key, ties):
-                self._stored.setdefault(twin, stored)
+        self._stored = with_twins(self._stored, ties)
         forms = {name: source.forms[stored] for name, stored in self._stored.items()}
         for name, (cut, part) in self._parts.items():
             if (form := forms[name]) is not None:

@@ -45,8 +45,8 @@ from commgrid.resharding.naming import (
     Naming,
     Rename,
     SharedNames,
-    copy_of,
     not_taken,
+    read_from,
     shared_in,
     ties_of,
     twins,
@@ -334,11 +334,10 @@ class Loading:
 
         It has the checkpoint's dtype where the tensor's may not hold all of its numbers.
         """
-        form, path = self._stored.forms[item.key], item.path
+        path = read_from(item, self._stored.forms)
+        form = self._stored.forms[key_of(path)]
         assert form is not None  # `check` has refused values
-        stored, copy = form.torch_dtype, self._stored.forms.get(key_of(copy_of(path)))
-        if copy is not None and torch.promote_types(item.dtype, stored) != stored:
-            stored, path = copy.torch_dtype, copy_of(path)
+        stored = form.torch_dtype
         staged = item.staged(stored if narrows(stored, item.dtype) else None)
         return replace(staged, path=path)
 

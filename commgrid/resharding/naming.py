@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,12 @@ from torch import Tensor
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.box import Shape
-from commgrid.resharding.item import Item, Path, Value
+from commgrid.resharding.item import Item, Path, Value, key_of
+from commgrid.resharding.layouts import Form
 from commgrid.resharding.name_tables.parts import TensorParts
 from commgrid.resharding.name_tables.table import NameTable
 
+Entry = TypeVar("Entry")
 Rename = Mapping[str, str | Sequence[str]] | Callable[[str], str | Sequence[str] | None] | NameTable
 """Others' names to the model's; a name that is not in the mapping stays, a tensor for whose name a
 function returns None is left out. Several names are those of tied weights. With a table both sides'
@@ -210,6 +212,19 @@ def twins(key: str, ties: Iterable[set[str]]) -> Iterator[str]:
                     yield from (f"{begin}{each}{end}{rest}" for each in sorted(names - {name}))
 
 
+def with_twins(entries: Mapping[str, Entry], ties: Sequence[set[str]]) -> dict[str, Entry]:
+    """Entries by key, those of a tied weight under each of its names.
+
+    >>> with_twins({"model.head.weight": 1}, [{"head.weight", "tokens.weight"}])
+    {'model.head.weight': 1, 'model.tokens.weight': 1}
+    """
+    found = dict(entries)
+    for key, entry in entries.items() if ties else ():
+        for twin in twins(key, ties):
+            found.setdefault(twin, entry)
+    return found
+
+
 def first_name(key: str, ties: Iterable[set[str]]) -> str:
     """A tensor's key under the first name of a tied weight, without `model.`.
 
@@ -257,6 +272,20 @@ def not_taken(stored: Iterable[str], updated: Container[str]) -> list[str]:
 def copy_of(path: Path) -> Path:
     """The name of the fp32 copy of a parameter of the model."""
     return "optimizer", f"state.{path[-1]}.{MASTER}"
+
+
+def read_from(item: Item, stored: Mapping[str, Form | None]) -> Path:
+    """The name that a tensor of the model is read from: its fp32 copy's if that is more precise.
+
+    Args:
+        item: the tensor.
+        stored: forms of what there is to read, by key.
+    """
+    form, copy = stored.get(item.key), stored.get(key_of(copy_of(item.path)))
+    if form is None or copy is None:
+        return item.path
+    dtype = form.torch_dtype
+    return copy_of(item.path) if torch.promote_types(item.dtype, dtype) != dtype else item.path
 
 
 def text_of(parameter: str, key: Any) -> str:

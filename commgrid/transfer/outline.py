@@ -85,8 +85,7 @@ class Outline:
         if any(one.converts for one in first.told):
             sent = at_first(group, source.tell_sent, partial(sent.converted, ranks), _failed)
         offers = first.offers
-        values = [*chain.from_iterable(offers)]
-        target.take_offer(sent.side.forms, values)
+        target.take_offer(sent.side.forms, chain.from_iterable(offers))
 
         def hear(told: list[_Told]) -> _Sides:
             found = gathered(told)
@@ -96,7 +95,7 @@ class Outline:
             return found
 
         second = at_first(group, lambda: telling(target), hear, _failed)
-        target.check_offer(values, chain.from_iterable(second.offers))
+        target.check_offer(chain.from_iterable(second.offers))
         hosts = dict(zip(ranks, (one.host for one in first.told), strict=True))
         partly = any(one.partly for one in second.told)
         plans: list[TransferPlan] = []

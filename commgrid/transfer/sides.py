@@ -21,7 +21,14 @@ from commgrid.resharding.item import Item, Value, key_of, local_part, refuse_unw
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory, refuse_overlaps
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.naming import copy_of, first_name, not_taken, shared_in, twins
+from commgrid.resharding.naming import (
+    copy_of,
+    first_name,
+    not_taken,
+    read_from,
+    shared_in,
+    with_twins,
+)
 from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.transfer.conversion import Convert
@@ -305,7 +312,6 @@ class TargetSide(OneSide):
     more: tuple[str, ...] | None = field(default=None, init=False)
     wants: bool = field(default=False, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
-    _offered: dict[str, Form] = field(default_factory=dict, init=False)
     _stored: dict[str, Form | None] = field(default_factory=dict, init=False)
     _writable: tuple[LocalBoxes, bool] | None = field(default=None, init=False)  # when it was so
     _told: frozenset[str] = field(default=frozenset(), init=False)
@@ -330,26 +336,13 @@ class TargetSide(OneSide):
             forms: its tensors by the target's names.
             values: keys of its optimizers' values that are no tensors.
         """
-        self._offered = dict(forms)
-        for name, form in forms.items():
-            ours = name if name.startswith("optimizer.") else f"model.{name}"
-            for twin in twins(ours, self.ties):
-                self._offered.setdefault(twin.removeprefix("model."), form)
-        self._stored = {
-            name if name.startswith("optimizer.") else f"model.{name}": form
-            for name, form in self._offered.items()
-        }
         self._told = frozenset(values)
-        self._stored.update(self._with_twins(dict.fromkeys(self._told)))
+        stored: dict[str, Form | None] = {
+            name if name.startswith("optimizer.") else f"model.{name}": form
+            for name, form in forms.items()
+        }
+        self._stored = with_twins(stored | dict.fromkeys(self._told), self.ties)
         self.wants = bool(self._told)
-
-    def _with_twins(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by key, of a tied weight under each of its names."""
-        found = dict(values)
-        for key, value in values.items():
-            for twin in twins(key, self.ties):
-                found.setdefault(twin, value)
-        return found
 
     def _parts_of(self, item: Item) -> list[Item]:
         return self.names.of_target(item)
@@ -359,10 +352,11 @@ class TargetSide(OneSide):
         for item in items:
             for part in self.names.of_target(item):
                 name = part.path[-1]
-                if name in self._offered:
-                    part, merge = part.fitted(self._offered[name].shape)
+                read = key_of(read_from(part, self._stored)).removeprefix("model.")
+                if (form := self._stored.get(part.key)) is not None:
+                    part, merge = part.fitted(form.shape)
                     self._merges += [merge] if merge is not None else []
-                held.add(part, name, self._read_from(part))
+                held.add(part, name, first_name(read, self.ties))
         # A module has one part of each parameter, and a table may tie two.
         if isinstance(self.model, Mapping) or self.names.cuts_target:
             refuse_overlaps(held)
@@ -383,31 +377,18 @@ class TargetSide(OneSide):
                     held.add(one, source=first_name(one.key, self.ties))
         refuse_one_memory(held)
 
-    def _read_from(self, item: Item) -> str:
-        """The source's tensor that one is read from: an fp32 copy that is more precise, or it."""
-        name = item.path[-1]
-        copy = key_of(copy_of(item.path))
-        read = first_name(name, self.ties)
-        if copy not in self._offered or name not in self._offered:
-            return read
-        given = self._offered[name].torch_dtype
-        more = torch.promote_types(item.dtype, given) != given
-        return first_name(copy, self.ties) if more else read
-
-    def check_offer(self, values: Iterable[str], updated: Iterable[str]) -> None:
+    def check_offer(self, updated: Iterable[str]) -> None:
         """Refuses state that no rank of the target takes.
 
         Args:
-            values: keys of the source's optimizers' values that are no tensors, in order.
             updated: the parameters that the target's optimizers update.
 
         Raises:
             TransferError: names parameters.
         """
-        told = [*dict.fromkeys(values)]
-        there = [*self._offered, *told] if told else []
         known = {*updated}
         known = known.union(*(names for names in self.ties if names & known))
+        there = self._stored if self.wants else ()
         unknown = sorted(key.removeprefix(_OPTIONS) for key in not_taken(there, known))
         if unknown and not known:
             raise TransferError(
@@ -425,7 +406,7 @@ class TargetSide(OneSide):
     def begin(self, values: Mapping[str, Any]) -> None:
         """Refuses another optimizer's state, and numbers it loses, before anything moves."""
         if self._optimizer_state is not None:
-            values = self._with_twins(values)
+            values = with_twins(values, self.ties)
             missing = sorted(self._told - values.keys())
             if missing:
                 raise TransferError(
@@ -450,6 +431,6 @@ class TargetSide(OneSide):
             merge()
         if self._optimizer_state is not None:
             with torch.no_grad():
-                self._optimizer_state.take(self._with_twins(values))
+                self._optimizer_state.take(with_twins(values, self.ties))
         elif self._state is not None:
             self._state.tell_loaded()

@@ -19,11 +19,11 @@ from tests.walked import report, walked
 
 MOST = {
     "save": 190,
-    "load": 240,
+    "load": 242,
     "keep": 137,
-    "recover": 245,
-    "make a transfer": 370,
-    "run a transfer": 258,
+    "recover": 246,
+    "make a transfer": 368,
+    "run a transfer": 257,
 }
 
 
