@@ -18,7 +18,7 @@ from commgrid.cost_model.cluster import CLUSTERS, Cluster, Device, Level
 from commgrid.cost_model.collective import COLLECTIVES, bus_bandwidth
 from commgrid.cost_model.collective_form import widest
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import canonical, nearest
+from commgrid.layout.axis_names import canonical, check_word
 from commgrid.store.hosts import own_host
 from commgrid.torch_compat import groups as torch_groups
 
@@ -137,11 +137,7 @@ def bench(
         UnknownGroupError: an unknown name, or a group that was not created.
     """
     for each in collectives:
-        if each not in COLLECTIVES:
-            raise SpecError(
-                f"collective {each!r}: expected one of {', '.join(COLLECTIVES)}"
-                f"{nearest(each, COLLECTIVES)}"
-            )
+        check_word("collective ", each, COLLECTIVES)
     everyone = grid.get_group(whole_name(grid))
     device = torch_groups.devices_of(everyone)[0]
     chosen = _chosen(grid, names, everyone)

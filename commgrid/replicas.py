@@ -12,11 +12,10 @@ processor, and on two kinds may not be. So only `digest`s say that tensors diffe
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,13 +24,13 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
-from commgrid.equality.comparison import ByRank, Fact, compare, number_of, odd_places
-from commgrid.equality.digest import condensed, device_for, digest
+from commgrid.equality.comparison import ByRank, Fact, compare, odd_places
+from commgrid.equality.digest import MANTISSA, condensed, digest
+from commgrid.equality.values import exact_number_of, number_of
 from commgrid.errors import GridMismatchError, NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
-
-_MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
+from commgrid.torch_compat.groups import devices_of
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ class _Digests:
             if key not in self._condensed:
                 self._condensed[key] = condensed(copy.tensor)
             parts.append(self._condensed[key].to(device))
-        return int(digest(torch.cat(parts))) & _MANTISSA
+        return int(digest(torch.cat(parts))) & MANTISSA
 
     def of_each(self, copies: Sequence[Copy], device: torch.device) -> Tensor:
         """Return one number a copy, without its last bit, so that every one has a negative."""
@@ -104,24 +103,18 @@ class _Digests:
         for copy in copies:
             key = id(copy.tensor)
             if key not in self._found:
-                self._found[key] = digest(copy.tensor) + _kind(copy.tensor.dtype, copy.tensor.shape)
+                self._found[key] = number_of(copy.tensor)
             numbers.append(self._found[key].to(device))
         if not numbers:
             return torch.zeros(0, dtype=torch.int64, device=device)
         return torch.stack(numbers).bitwise_right_shift(1)
 
 
-@lru_cache(maxsize=4096)
-def _kind(dtype: torch.dtype, shape: torch.Size) -> int:
-    """A number for a tensor's type and shape, on which a digest does not depend."""
-    return int.from_bytes(hashlib.sha256(f"{dtype} {tuple(shape)}".encode()).digest()[:7], "big")
-
-
 def _fact(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> Fact:
     """The number, names and types of copies and one digest of all, which are equal together."""
-    whole = digests.of_all(copies, device_for(group))
-    names = number_of([copy.key or copy.name for copy in copies])
-    kinds = number_of([(copy.tensor.dtype, copy.tensor.shape) for copy in copies])
+    whole = digests.of_all(copies, devices_of(group)[-1])
+    names = exact_number_of([copy.key or copy.name for copy in copies])
+    kinds = exact_number_of([(str(copy.tensor.dtype), copy.tensor.shape) for copy in copies])
     return Fact(group, [len(copies), names, kinds, whole], partial(_told, group, copies, digests))
 
 
@@ -130,7 +123,7 @@ def _told(
     by_rank: ByRank,
 ) -> GridMismatchError | None:  # fmt: skip
     """The error that names the first tensor that differs; collective over the group."""
-    device, ranks, named = device_for(group), list(by_rank), name_of(group)
+    device, ranks, named = devices_of(group)[-1], list(by_rank), name_of(group)
     if place < 2:
         who = _holders(ranks, [tuple(row[:2]) for row in by_rank.values()])
         told = " and ".join(f"{count:g} on {describe_ranks(r)}" for (count, _), r in who)

@@ -255,7 +255,7 @@ MUTANTS = (
     Mutant(
         "all options of an optimizer count as equal",
         "commgrid/data_parallel/step_comparison.py",
-        "    return number_of(told), told",
+        "    return exact_number_of(told), told",
         "    return 1.0, told",
         (
             "tests/data_parallel/test_step_comparison.py::test_other_options_of_a_tied_embedding_are_refused",

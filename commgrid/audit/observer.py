@@ -38,6 +38,7 @@ from commgrid.data_parallel.norm import clip_factor
 from commgrid.data_parallel.reducer import GradientReducer
 from commgrid.data_parallel.slot import KeptGradient, State, slot_of
 from commgrid.equality.digest import digest
+from commgrid.equality.values import tensors_in
 from commgrid.errors import CommGridError
 from commgrid.parameters.marks import buffer_marks
 from commgrid.pipeline import Pipeline
@@ -123,7 +124,7 @@ class Observer:
                     if isinstance(each, Tensor) and not each.is_floating_point():
                         _add(self.record.inputs, f"input {index}{of}", each)
         if torch.is_grad_enabled():
-            autograd_nodes.note_new(_tensors(given), self._inside())
+            autograd_nodes.note_new(tensors_in(given), self._inside())
         self._stack.append(module)
 
     def _after_forward(self, module: nn.Module, _: Any, output: Any) -> None:
@@ -132,7 +133,7 @@ class Observer:
         self._stack.pop()
         name = self._names.get(module)
         if torch.is_grad_enabled():
-            autograd_nodes.note_new(_tensors(output), name or "")
+            autograd_nodes.note_new(tensors_in(output), name or "")
         outermost = self._stack[0] if self._stack else module
         if not name or outermost not in self._names or self.step > self.steps:
             return
@@ -397,16 +398,6 @@ class Observer:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)
-
-
-def _tensors(given: Any) -> list[Any]:
-    """Tensors among a module's arguments or results, also within lists and dicts."""
-    if isinstance(given, Tensor):
-        return [given]
-    within = given.values() if isinstance(given, dict) else given
-    if not isinstance(given, dict | list | tuple):
-        return []
-    return [tensor for each in within for tensor in _tensors(each)]
 
 
 def _grid() -> HyperCommGrid | None:

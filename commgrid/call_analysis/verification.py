@@ -42,8 +42,7 @@ from commgrid.call_analysis.program import (
 from commgrid.call_analysis.rules import RULES, Laid, circle, is_alike, lay_out, run
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group, Handle
-from commgrid.errors import SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.layout.axis_names import check_word
 
 __all__ = ["Batch", "Call", "Group", "Place", "Verdict", "Wait", "check", "programs"]
 
@@ -157,10 +156,7 @@ def check(programs: Programs, rules: str = "nccl") -> Verdict:
     Raises:
         SpecError: other rules, or programs that no ranks could issue.
     """
-    if rules not in RULES:
-        raise SpecError(
-            f"rules={rules!r}: expected one of {', '.join(RULES)}{nearest(rules, RULES)}"
-        )
+    check_word("rules=", rules, RULES)
     check_sides(programs)
     laid = lay_out(programs, rules)
     stuck = run(laid)

@@ -39,6 +39,7 @@ from commgrid.checkpoint.writer import Report, write, write_metadata
 from commgrid.collectives.objects import at_first
 from commgrid.equality.values import numbers_of
 from commgrid.errors import CheckpointError, SpecError
+from commgrid.layout.axis_names import check_word
 from commgrid.layout.ranks import whole_number
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value
@@ -328,7 +329,8 @@ class _Saving:
         with beside_a_disk(self._group, self._grid):
             finish(self._grid.name)
         keep = None if self._keep is None else whole_number("keep", self._keep)
-        call = self._state.call() | {"keep": keep, "copies": _known_way(self._copies)}
+        check_word("copies=", self._copies, COPIES)
+        call = self._state.call() | {"keep": keep, "copies": self._copies}
         extra = numbers_of(self._state.extra) if self._compares else None
         self.items.extend(self._state.items(self._grid, first=not self._compares))
         for item in self.items:
@@ -408,12 +410,6 @@ class _Saving:
 
 def _silent(done: int, total: int) -> None:
     """No progress report."""
-
-
-def _known_way(copies: str) -> str:
-    if copies not in COPIES:
-        raise SpecError(f"copies={copies!r}: expected one of {', '.join(COPIES)}")
-    return copies
 
 
 def _written(item: Item | Value) -> Item | Value:

@@ -23,8 +23,8 @@ from commgrid.collectives.plain import all_gather, all_to_all, broadcast
 from commgrid.errors import CommGridError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.store.client import Asked
-from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import world as torch_world
+from commgrid.torch_compat.groups import host_device
 
 Value = TypeVar("Value")
 Answer = TypeVar("Answer")
@@ -37,7 +37,7 @@ def gathered(value: Value, group: ProcessGroup) -> list[Value]:
         CommGridError: on all ranks, if a rank's value cannot be pickled.
     """
     cause, told = _pickled(lambda: value)
-    mine = as_tensor(told, _device(group))
+    mine = as_tensor(told, host_device(group))
     lengths = _lengths(len(mine), group)
     padded = torch.nn.functional.pad(mine, (0, max(lengths) - len(mine)))
     rows = all_gather(padded, group).view(len(lengths), -1)
@@ -114,7 +114,7 @@ def while_others_wait(
     if group is None:
         yield
         return
-    say, device = _say_length if at_whole else _lengths, _device(group)
+    say, device = _say_length if at_whole else _lengths, host_device(group)
     index = None if device.type == "cpu" else torch.accelerator.current_device_index()
     ended = threading.Event()
 
@@ -180,7 +180,7 @@ def _own_rank() -> int:
 
 
 def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
-    mine = as_tensor(data, _device(group))
+    mine = as_tensor(data, host_device(group))
     while min(lengths := _lengths(len(mine), group)) == _WORKING:
         pass
     others = [0] * (group.size() - 1)
@@ -195,7 +195,7 @@ def _gather_at_first(data: bytes, group: ProcessGroup) -> list[bytes] | None:
 
 
 def _broadcast(told: bytes, group: ProcessGroup) -> bytes:
-    data = as_tensor(told, _device(group))
+    data = as_tensor(told, host_device(group))
     while (length := _say_length(len(data), group)) == _WORKING:
         pass
     if group.rank() > 0:
@@ -205,18 +205,13 @@ def _broadcast(told: bytes, group: ProcessGroup) -> bytes:
 
 def _lengths(mine: int, group: ProcessGroup) -> list[int]:
     """The length of every rank's value."""
-    told: list[int] = all_gather(torch.tensor([mine], device=_device(group)), group).tolist()
+    told: list[int] = all_gather(torch.tensor([mine], device=host_device(group)), group).tolist()
     return told
 
 
 def _say_length(mine: int, group: ProcessGroup) -> int:
     """The length of the first rank's value."""
-    return int(broadcast(torch.tensor([mine], device=_device(group)), group))
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    """A device on which the group communicates, the CPU if possible."""
-    return min(torch_groups.devices_of(group), key=lambda device: device.type != "cpu")
+    return int(broadcast(torch.tensor([mine], device=host_device(group)), group))
 
 
 def as_tensor(data: bytes, device: torch.device) -> Tensor:

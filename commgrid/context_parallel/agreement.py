@@ -29,7 +29,7 @@ from commgrid.errors import ShapeError, SpecError
 from commgrid.health.culprit import who_is_missing
 from commgrid.runtime.named_failures import GoneError
 from commgrid.store.search import first_line
-from commgrid.torch_compat.groups import devices_of
+from commgrid.torch_compat.groups import host_device
 from commgrid.torch_compat.peer_errors import is_peer_failure
 
 Backward = TypeVar("Backward", bound=Callable[..., Any])
@@ -89,7 +89,7 @@ def agree(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) 
 def connect(group: ProcessGroup) -> None:
     """Connect the ranks of a group, where this is its first use. Collective."""
     if group not in _connected:
-        all_gather(torch.zeros(1, device=_device(group)), group)
+        all_gather(torch.zeros(1, device=host_device(group)), group)
         _connected.add(group)
 
 
@@ -109,7 +109,7 @@ def compare(group: ProcessGroup) -> None:
 
 def _started(group: ProcessGroup, about: str, facts: Facts, complaint: str | None) -> _Told:
     """Start the all-gather of a call; on the CPU it is over."""
-    device = _device(group)
+    device = host_device(group)
     row = _row(facts, complaint).to(device, non_blocking=True)
     rows, names = all_gather(row, group).view(group.size(), -1), tuple(name for name, _ in facts)
     if device.type == "cpu":
@@ -119,11 +119,6 @@ def _started(group: ProcessGroup, about: str, facts: Facts, complaint: str | Non
     copied = torch.get_device_module(device).Event()
     copied.record()
     return _Told(host, copied.query, about, names)
-
-
-def _device(group: ProcessGroup) -> torch.device:
-    """Where the group's tensors live; the CPU if that is one of its devices."""
-    return min(devices_of(group), key=lambda device: device.type != "cpu")
 
 
 @lru_cache(maxsize=256)

@@ -11,8 +11,8 @@ from commgrid.context_parallel.plans import first_kv_head
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.context_parallel.tiles import needed
-from commgrid.errors import ShapeError, SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.errors import ShapeError
+from commgrid.layout.axis_names import check_word
 
 WAYS = ("ring", "allgather", "ulysses", "2d")
 """The ways to talk; "auto" chooses among them."""
@@ -152,7 +152,5 @@ def way_named(way: str) -> str:
     '2d'
     """
     found = _MEGATRONS.get(way, way)
-    if found not in ("auto", *WAYS):
-        known = ("auto", *WAYS, *_MEGATRONS)
-        raise SpecError(f"way={way!r}: expected one of {', '.join(known)}{nearest(way, known)}")
+    check_word("way=", found, ("auto", *WAYS, *_MEGATRONS))
     return found

@@ -12,7 +12,7 @@ import math
 from commgrid.cost_model.cluster import Cluster
 from commgrid.cost_model.collective_form import KINDS, Link, Spread, highest
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.layout.axis_names import check_word, nearest
 
 COLLECTIVES = tuple(KINDS)
 """Collectives with a cost; `collective_form.KINDS` says how their sizes are counted."""
@@ -131,11 +131,7 @@ def bus_bandwidth(collective: str, size: float, ranks: int, seconds: float) -> f
 
 
 def _known(collective: str) -> str:
-    if collective not in COLLECTIVES:
-        raise SpecError(
-            f"collective {collective!r}: expected one of {', '.join(COLLECTIVES)}"
-            f"{nearest(str(collective), COLLECTIVES)}"
-        )
+    check_word("collective ", collective, COLLECTIVES)
     return collective
 
 

@@ -26,7 +26,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.layout.axis_names import check_word
 from commgrid.planning.yaml_keys import above_zero, check_keys
 
 
@@ -268,11 +268,7 @@ class Fit:
         check_keys(f"{key}.", config, (*_KEYS, "rest"), ("rest",))
         _check_rest(f"{key}.rest", config.get("rest", {}))
         collective, algorithm = str(config["collective"]), str(config["algorithm"])
-        if collective not in KINDS:
-            raise SpecError(
-                f"{key}.collective {collective!r}: expected one of {', '.join(KINDS)}"
-                f"{nearest(collective, KINDS)}"
-            )
+        check_word(f"{key}.collective ", collective, KINDS)
         forms = KINDS[collective].forms
         if algorithm not in forms:
             raise SpecError(f"{key}.algorithm={algorithm!r}: {collective} has {', '.join(forms)}")

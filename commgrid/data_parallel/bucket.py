@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import Pending
-from commgrid.data_parallel.slot import Slot, State
+from commgrid.data_parallel.slot import KeptGradient, Slot, State
 from commgrid.parameters import Placement
 
 Kind = tuple[ProcessGroup, ProcessGroup | None, torch.dtype, torch.device]
@@ -44,6 +44,7 @@ class Bucket:
         shared: the group whose ranks have a bucket like it, to be summed over first; None: none.
         gradient: the flat buffer; every slot's `view` is a part of it.
         own: the range of elements this rank keeps after the reduction.
+        shard: whether it is a part of the sums, for a ShardedOptimizer.
     """
 
     slots: list[Slot]
@@ -51,6 +52,7 @@ class Bucket:
     shared: ProcessGroup | None
     gradient: Tensor
     own: slice
+    shard: bool
     missing: set[Slot] = field(default_factory=set)
     pending: Pending | None = None
 
@@ -80,23 +82,22 @@ class Bucket:
                 slot.parameter.grad = slot.placeholder
 
     @torch.no_grad()
-    def hand_out(self, used: Container[Slot], *, skips: bool, shard: bool, exact: bool) -> None:
+    def hand_out(self, used: Container[Slot], *, skips: bool, exact: bool) -> None:
         """Sets `.grad` to each view, or to a copy of the dtype that optimizers expect.
 
         Args:
             used: the parameters that any rank has used.
             skips: whether this step has no gradients.
-            shard: whether this rank has a part of each sum only.
             exact: whether gradients keep the bucket's dtype.
         """
         dtype, copies = self.slots[0].parameter.dtype, self.gradient
-        if not shard and not exact:
+        if not self.shard and not exact:
             copies = self.gradient.to(dtype)
         for slot in self.slots:
             if skips or slot not in used:
                 if skips or not slot.restore():
                     slot.hand_out(None)
-            elif shard:
+            elif self.shard:
                 slot.placeholder.is_zeroed = False
                 slot.hand_out(slot.placeholder)
             else:
@@ -153,6 +154,14 @@ class GradientPart:
     def gradient(self) -> Tensor:
         """The kept range, flat; in the parameter's shape if it is the whole gradient."""
         return self.slot.view if self.is_whole else self.of(self.bucket.gradient)
+
+    @property
+    def held(self) -> Tensor | None:
+        """The kept range of the reduced gradient, as `gradient`; None: none, or it was zeroed."""
+        given = self.slot.parameter.grad
+        if not self.bucket.shard:
+            return given
+        return self.gradient if isinstance(given, KeptGradient) else None
 
     def of(self, flat: Tensor) -> Tensor:
         """The kept range in a buffer that is laid out as the bucket."""
@@ -220,7 +229,7 @@ def _make_bucket(
     part = _round_up(-(-end // parts), _ALIGNMENT)
     gradient = torch.zeros(parts * part, dtype=dtype, device=placements[0].parameter.device)
     first = group.rank() * part if shard else 0
-    return Bucket(slots, group, placements[0].sharers, gradient, slice(first, first + part))
+    return Bucket(slots, group, placements[0].sharers, gradient, slice(first, first + part), shard)
 
 
 def pieces_of(buckets: Iterable[Bucket]) -> list[GradientPart]:

@@ -20,11 +20,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from commgrid.collectives.objects import gathered
+from commgrid.collectives.plain import broadcast
 from commgrid.data_parallel.bucket import Lane
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.slot import Slot, State, slot_of
-from commgrid.equality.comparison import ByRank, Fact, compare, number_of
+from commgrid.equality.comparison import ByRank, Fact, compare
 from commgrid.equality.digest import digest
+from commgrid.equality.values import exact_number_of
 from commgrid.errors import CommGridError, GridMismatchError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement, foreign_slice
@@ -172,8 +174,8 @@ def compare_models(
         return
     options_of = dict(_options_of(model))
     facts = (
-        Fact(group, [number_of((mine, options))], partial(_other_model, len(mine))),
-        Fact(group, [number_of(options_of)], partial(_other_options, group, options_of)),
+        Fact(group, [exact_number_of((mine, options))], partial(_other_model, len(mine))),
+        Fact(group, [exact_number_of(options_of)], partial(_other_options, group, options_of)),
     )
     wrong, _ = compare(facts, ())
     if wrong is not None:
@@ -390,9 +392,9 @@ def broadcast_values(model: nn.Module, copies: Iterable[Copy], data: ProcessGrou
     """Makes copies equal to those of each group's first rank; buffers along the data group."""
     for copy in copies:
         for group in copy.groups:
-            _broadcast(copy.tensor, group)
+            copy.tensor.copy_(broadcast(copy.tensor, group))
     for buffer in _copied(model.buffers(), model, data):
-        _broadcast(buffer, data)
+        buffer.copy_(broadcast(buffer, data))
 
 
 @torch.no_grad()
@@ -404,8 +406,7 @@ def broadcast_statistics(model: nn.Module, group: ProcessGroup) -> None:
     for buffer in _copied([each for each in every if each is not None], model, group):
         by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     for buffers in by_kind.values():
-        flat = torch.cat(buffers)
-        dist.broadcast(flat, group=group, group_src=0)
+        flat = broadcast(torch.cat(buffers), group)
         torch._foreach_copy_(buffers, torch.split(flat, [len(buffer) for buffer in buffers]))
 
 
@@ -417,10 +418,3 @@ def _copied(buffers: Iterable[Tensor], model: nn.Module, group: ProcessGroup) ->
     ranks = dist.get_process_group_ranks(group)
     apart = {id(one.buffer) for one in buffer_placements(model) if any(one.within(ranks))}
     yield from (buffer for buffer in found if id(buffer) not in apart)
-
-
-def _broadcast(tensor: Tensor, group: ProcessGroup) -> None:
-    whole = tensor.detach().contiguous()
-    dist.broadcast(whole, group=group, group_src=0)
-    if whole.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(whole)

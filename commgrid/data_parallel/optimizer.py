@@ -244,7 +244,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Gives the inner optimizer the reducer's gradients, in the dtype of its weights."""
         others: list[tuple[Tensor, Tensor]] = []
         for part in self._parts:
-            gradient = self._reducer.held(part.piece)
+            gradient = part.piece.held
             if gradient is not None and gradient.dtype != part.master.dtype:
                 others.append((torch.empty_like(part.master), gradient))
                 gradient = others[-1][0]
@@ -291,11 +291,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 rank.
         """
         self.wait()
-        mine: ShapeError | None = None
-        try:
-            self._check_fits(state_dict)
-        except ShapeError as error:
-            mine = error
+        mine = self._misfit(state_dict)
         wrong, _ = on_all(mine, self._reducer.groups.everyone)
         if mine is not None:
             raise mine
@@ -312,15 +308,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.gathers.start()
         self.wait()
 
-    def _check_fits(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuses a state_dict that is not this rank's.
-
-        Raises:
-            ShapeError: names the part or the place in the grid.
-        """
+    def _misfit(self, state_dict: Mapping[str, Any]) -> ShapeError | None:
+        """The error of a state_dict that is not this rank's; names the part, or the place."""
         if "layout" not in state_dict:
             keys = ", ".join(map(repr, state_dict)) or "no keys"
-            raise ShapeError(
+            return ShapeError(
                 f"this state_dict has {keys} and is not of a ShardedOptimizer; load what its "
                 "state_dict() returned on the same rank, or save and load with commgrid.checkpoint"
             )
@@ -330,7 +322,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 (pair for pair in zip(theirs, mine, strict=False) if pair[0] != pair[1]),
                 (len(theirs), len(mine)),
             )
-            raise ShapeError(
+            return ShapeError(
                 f"this optimizer state was saved for other parts of the parameters: it has "
                 f"{differing[0]} where this rank has {differing[1]} (name, start, stop); load it "
                 "on the same rank of the same grid"
@@ -339,11 +331,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         saved = state_dict.get("coordinate") or own  # none in those of an earlier release
         saved = {axis: saved.get(axis, index) for axis, index in own.items()}
         if saved != own:
-            raise ShapeError(
+            return ShapeError(
                 f"this optimizer state was saved at {saved} of its grid and is loaded at {own}, "
                 "where parameters are other slices or other parts; load each rank's own state, or "
                 "save and load with commgrid.checkpoint, which fits any grid"
             )
+        return None
 
     def _layout(self) -> list[tuple[str, int, int]]:
         return [(p.slot.placement.name, p.start, p.stop) for p in self._reducer.pieces]

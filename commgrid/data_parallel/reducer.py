@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from commgrid.data_parallel.bucket import GradientPart, make_lanes, pieces_of
+from commgrid.data_parallel.bucket import make_lanes, pieces_of
 from commgrid.data_parallel.gathers import Updater
 from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.model_checks import (
@@ -57,11 +57,12 @@ from commgrid.data_parallel.norm import (
     norm_group,
 )
 from commgrid.data_parallel.reduction import Reductions
-from commgrid.data_parallel.slot import KeptGradient, Slot, is_capturing
+from commgrid.data_parallel.slot import Slot, is_capturing
 from commgrid.data_parallel.step_checks import STEP_HOOKS
 from commgrid.data_parallel.step_comparison import StepComparison
 from commgrid.data_parallel.sync_result import SyncResult, check_finite
 from commgrid.errors import CommGridError, SpecError, UnknownGroupError
+from commgrid.layout.axis_names import check_word
 from commgrid.parameters import placements
 from commgrid.parameters.loss_owner import losses_not_told
 from commgrid.parameters.placement import shared_last
@@ -134,8 +135,8 @@ class GradientReducer:
         unused: str = "refuse",
         frozen: bool = False,
     ) -> None:
-        _check_known("not_finite", not_finite, "keep", "skip", "raise")
-        _check_known("unused", unused, "refuse", "zero")
+        check_word("not_finite=", not_finite, ("keep", "skip", "raise"))
+        check_word("unused=", unused, ("refuse", "zero"))
         self._grid = grid or get_grid()
         self.model, self.shard, self._not_finite = model, shard, not_finite
         self.group = self._grid.get_group(group)
@@ -146,7 +147,7 @@ class GradientReducer:
             if p.parameter.requires_grad or (frozen and p.parameter.is_floating_point())
         ]  # fmt: skip
         check_free(trained)
-        if _REDUCERS:
+        if STEP_HOOKS.users:
             gc.collect()  # models that are gone take theirs with them
         check_own(model, self._grid)
         check_grid(everything, self._grid)
@@ -180,16 +181,15 @@ class GradientReducer:
         # earlier one starts its sums in finish().
         defers = any(
             lane.group is other.group
-            for reducer in _REDUCERS for other in reducer.lanes for lane in self.lanes
+            for reducer in STEP_HOOKS.users for other in reducer.lanes for lane in self.lanes
         )  # fmt: skip
-        self.reductions = Reductions(self.buckets, self._grid, shard=shard, defers=defers)
-        _REDUCERS.add(self)
+        self.reductions = Reductions(self.buckets, self._grid, defers=defers)
+        STEP_HOOKS.add_user(self)
         self._comparison = StepComparison(model, self.pieces, self.slots, self.groups)
         self.reductions.sending = self._comparison.sent
         self._bucket_of = {slot: bucket for bucket in self.buckets for slot in bucket.slots}
         for slot in self.slots:
             slot.attach(self)
-        STEP_HOOKS.add_user()
         self._detach = weakref.finalize(self, _detach, self.slots)
         self._modules = list(model.modules())
         self.keep()
@@ -203,7 +203,7 @@ class GradientReducer:
         """Removes its hooks and buffers from the model, and placeholders from `.grad`."""
         self._detach()
         self._comparison.close()
-        _REDUCERS.discard(self)
+        STEP_HOOKS.remove_user(self)
         self.keep(False)
 
     def keep(self, keeps: bool = True) -> None:
@@ -238,7 +238,7 @@ class GradientReducer:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called when an optimizer is about to use gradients."""
-        self._comparison.before_step(optimizer, self.held, is_first=not self.after_step)
+        self._comparison.before_step(optimizer, is_first=not self.after_step)
 
     def _whole_group(self) -> tuple[ProcessGroup | None, UnknownGroupError | None]:
         """The ranks that together hold every gradient, and the error if there is no such group."""
@@ -324,7 +324,7 @@ class GradientReducer:
         self.reductions.reset()
         exact = self._optimizer is not None
         for bucket in self.buckets:
-            bucket.hand_out(self._verdict.used, skips=skips, shard=self.shard, exact=exact)
+            bucket.hand_out(self._verdict.used, skips=skips, exact=exact)
         broadcast_statistics(self.model, self.group)
         return wrong
 
@@ -357,16 +357,6 @@ class GradientReducer:
         self.reductions.abandon()
         for slot in self.slots:
             slot.drop()
-
-    def held(self, piece: GradientPart) -> Tensor | None:
-        """This rank's part of a parameter's reduced gradient; None: none, or it was zeroed.
-
-        In the parameter's shape if it is the whole gradient, else flat.
-        """
-        gradient = piece.slot.parameter.grad
-        if not self.shard:
-            return gradient
-        return piece.gradient if isinstance(gradient, KeptGradient) else None
 
     # -- norm ---------------------------------------------------------------------------
 
@@ -425,7 +415,7 @@ class GradientReducer:
 
     def rescaled(self) -> None:
         """Called after gradients were scaled in place by one factor, the same on all ranks."""
-        self._comparison.rescaled(self.held)
+        self._comparison.rescaled()
 
     def gradients_of(self, group: ParameterGroup | None = None) -> list[Tensor]:
         """This rank's parts of the reduced gradients of some parameters; None: of all."""
@@ -436,7 +426,7 @@ class GradientReducer:
         wanted = {id(slot.parameter) for slot in self.slots}
         if group is not None:
             wanted = check_known(group, wanted)
-        return [self.held(p) if id(p.slot.parameter) in wanted else None for p in self.pieces]
+        return [p.held if id(p.slot.parameter) in wanted else None for p in self.pieces]
 
 
 FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
@@ -444,12 +434,10 @@ FINISH: tuple[Callable[[GradientReducer, Count], CommGridError | None], ...] = (
     lambda reducer, count: losses_not_told(reducer.model.modules(), counted=count is not None),
     GradientReducer._reduce,
     lambda reducer, _: changed(reducer.model, reducer.slots),
-    lambda reducer, _: reducer._comparison.compare(reducer.held, reducer._divisor),
+    lambda reducer, _: reducer._comparison.compare(reducer._divisor),
     GradientReducer._look,
 )
 """What `finish` does, in order; of the errors that these return it raises the first."""
-
-_REDUCERS: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
 class _Kept(dict[GradientReducer, None]):
@@ -459,12 +447,6 @@ class _Kept(dict[GradientReducer, None]):
         return type(None), ()
 
 
-def _check_known(name: str, given: str, *known: str) -> None:
-    if given not in known:
-        raise SpecError(f"{name}={given!r}: expected one of {', '.join(known)}")
-
-
 def _detach(slots: list[Slot]) -> None:
     for slot in slots:
         slot.release()
-    STEP_HOOKS.remove_user()

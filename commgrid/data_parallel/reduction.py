@@ -22,14 +22,11 @@ class Reductions:
     Args:
         buckets: in launch order, the same on all ranks.
         grid: whose groups are used.
-        shard: whether each rank keeps 1/n of the sums.
         defers: whether all sums start in `finish` only.
     """
 
-    def __init__(
-        self, buckets: Sequence[Bucket], grid: HyperCommGrid, *, shard: bool, defers: bool
-    ) -> None:
-        self._buckets, self._grid, self._shard, self._defers = buckets, grid, shard, defers
+    def __init__(self, buckets: Sequence[Bucket], grid: HyperCommGrid, *, defers: bool) -> None:
+        self._buckets, self._grid, self._defers = buckets, grid, defers
         self._next, self._has_begun = 0, False
         self._in_flight: list[Bucket] = []
         self.sending: Callable[[Sequence[Slot]], object] = lambda slots: None
@@ -98,7 +95,7 @@ class Reductions:
         return Pending(adding.work, then, adding.group)
 
     def _start(self, bucket: Bucket) -> Pending:
-        if not self._shard:
+        if not bucket.shard:
             return start_all_reduce_(bucket.gradient, bucket.group)
         if bucket.gradient.device.type == "cpu":
             while len(self._in_flight) >= _IN_FLIGHT:

@@ -17,7 +17,7 @@ lead to the same norm mean clipping by each rank's norm, which is refused.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -34,8 +34,6 @@ from commgrid.torch_compat.messages import version_of
 
 _TOLERANCE, _HALF_TOLERANCE = 1e-4, 1e-2  # of a factor: rounding of fp32, and of bf16 gradients
 _GROUPS = 8  # of an optimizer's, that stages compare
-
-Held = Callable[[GradientPart], Tensor | None]
 
 # Columns of a row: the factor; 2-norm and largest absolute value of all gradients with that factor,
 # after scaling; the same two if the factor is 1.
@@ -75,19 +73,19 @@ class Scaling:
         return not self._groups.shard and bool(self._stage or self._groups.stages)
 
     @torch.no_grad()
-    def finished(self, held: Held) -> None:
+    def finished(self) -> None:
         """Measure the gradients that `finish` has left, or that the reducer has clipped."""
         if self._is_needed:
-            self._before = self._measure(held) if self._has_parts else None
-            self._versions, self._is_open = self._seen(held), True
+            self._before = self._measure() if self._has_parts else None
+            self._versions, self._is_open = self._seen(), True
             self._after, self.is_edited = None, False
 
     @torch.no_grad()
-    def before_step(self, held: Held) -> None:
+    def before_step(self) -> None:
         """Measure the gradients that an optimizer is about to use."""
         if self._is_open:
-            before, self._after = self._before, self._measure(held)
-            self.is_edited = self._seen(held) != self._versions
+            before, self._after = self._before, self._measure()
+            self.is_edited = self._seen() != self._versions
             if before is not None and not torch.equal(
                 self._after.nan_to_num(), before.nan_to_num()
             ):
@@ -125,12 +123,12 @@ class Scaling:
             judge = partial(_stages_apart, self._tolerance)
             yield Fact(self._groups.stages, table.view(-1), judge, _any_scaled)
 
-    def _measure(self, held: Held) -> Tensor:
+    def _measure(self) -> Tensor:
         """(pieces, 2): 2-norm and largest absolute value of each gradient; 0: none."""
         sizes = torch.zeros(len(self._pieces), 2, dtype=torch.float64)
         by_kind: dict[tuple[torch.dtype, torch.device], dict[int, Tensor]] = {}
         for index, piece in enumerate(self._pieces):
-            gradient = held(piece)
+            gradient = piece.held
             if gradient is not None and not isinstance(gradient, KeptGradient) and gradient.numel():
                 by_kind.setdefault((gradient.dtype, gradient.device), {})[index] = gradient
         for (dtype, _), own in by_kind.items():
@@ -141,9 +139,9 @@ class Scaling:
             sizes[[*own]] = rows.double().cpu()
         return sizes
 
-    def _seen(self, held: Held) -> list[tuple[int, int | None]]:
+    def _seen(self) -> list[tuple[int, int | None]]:
         """Identity and version of each gradient, which most edits change."""
-        found = (held(piece) for piece in self._pieces)
+        found = (piece.held for piece in self._pieces)
         return [(id(g), version_of(g)) for g in found if g is not None]
 
     def _factors(self, before: Tensor, after: Tensor) -> Tensor:

@@ -83,12 +83,6 @@ class KeptGradient(Tensor):
         made.slot = weakref.ref(slot)
         return made
 
-    @property
-    def why(self) -> str:
-        """The explanation of the error."""
-        slot = self.slot()
-        return IN_FLIGHT if slot is not None and slot.state is State.SENT else IN_PARTS
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -107,8 +101,9 @@ class KeptGradient(Tensor):
             others = [each for each in lists[0] if not isinstance(each, cls)]
             torch._foreach_zero_([*others, *(slot.view for slot in slots)])
             return args[0]
-        shape = tuple(kept[0].shape)
-        raise CommGridError(f"{name} was called on a gradient of shape {shape} {kept[0].why}")
+        shape, slot = tuple(kept[0].shape), kept[0].slot()
+        why = IN_FLIGHT if slot is not None and slot.state is State.SENT else IN_PARTS
+        raise CommGridError(f"{name} was called on a gradient of shape {shape} {why}")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"KeptGradient(shape={tuple(self.shape)}, dtype={self.dtype})"

@@ -14,12 +14,7 @@ from torch.optim.optimizer import (
 from commgrid.data_parallel.slot import KeptGradient, Reducer, Slot, State, slot_of
 from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.parameters.optimizers import (
-    check_optimizer,
-    refuse_scaler,
-    refuse_scaler_over,
-    zero_ranks,
-)
+from commgrid.parameters.optimizers import refuse_scaler, zero_ranks
 from commgrid.parameters.sharded_module import StepHooks
 from commgrid.torch_compat.mesh import before_unscaling
 
@@ -49,7 +44,6 @@ def check_slices(optimizer: torch.optim.Optimizer, owned: Sequence[tuple[Reducer
     Raises:
         SpecError: names the first such parameter.
     """
-    check_optimizer(optimizer, [slot.placement for _, slot in owned])
     ranks = set(zero_ranks(optimizer))
     if not ranks:
         return
@@ -71,9 +65,7 @@ def check_before_unscaling(scaler: torch.amp.GradScaler, optimizer: torch.optim.
     Raises:
         SpecError: names the first such parameter.
     """
-    owned = owned_by(optimizer)
-    refuse_scaler_over(scaler, [slot.placement for _, slot in owned])
-    for reducer, slot in owned:
+    for reducer, slot in owned_by(optimizer):
         for axis, _ in reducer.groups.apart(slot.placement):
             refuse_scaler(scaler, f"{slot.placement} differs along {axis}")
 

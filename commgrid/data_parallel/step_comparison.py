@@ -35,22 +35,23 @@ from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_reduce
 from commgrid.data_parallel.bucket import GradientPart
 from commgrid.data_parallel.groups import ReductionGroups
-from commgrid.data_parallel.scaling import Held, Scaling
+from commgrid.data_parallel.scaling import Scaling
 from commgrid.data_parallel.slot import KeptGradient, Slot
-from commgrid.equality.comparison import ByRank, Fact, compare, ends_of, first_place, number_of
-from commgrid.equality.digest import device_for, digest
+from commgrid.equality.comparison import ByRank, Fact, compare, ends_of, first_place
+from commgrid.equality.digest import MANTISSA, digest
 from commgrid.equality.inputs import InputRecord, norm_and_sum
+from commgrid.equality.values import exact_number_of
 from commgrid.errors import CommGridError, GridMismatchError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement
 from commgrid.planning.region import STANDARD
+from commgrid.torch_compat.groups import devices_of
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
 _NEGLIGIBLE = 1e-5  # of the largest norm: smaller ones may be nothing but rounding
 _ROUNDING = 1e-9  # of divisors that are fractions, added up in another order
 _FIRST_STEPS, _EVERY = 20, 5
-_MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 _IMPLEMENTATION = ("capturable", "differentiable", "foreach", "fused")
 """Options of an optimizer that choose a kernel, and not its result."""
 
@@ -116,15 +117,14 @@ class StepComparison:
     def sent(self, slots: Sequence[Slot]) -> None:
         """Record partial gradients that are about to be summed."""
         for slot in self._reported.intersection(slots) if self._is_due else ():
-            number = (digest(slot.view) & _MANTISSA).double()
+            number = (digest(slot.view) & MANTISSA).double()
             self._sent[slot] = number * slot.view.any()
 
-    def before_step(self, optimizer: Optimizer, held: Held, *, is_first: bool) -> None:
+    def before_step(self, optimizer: Optimizer, *, is_first: bool) -> None:
         """Record the gradients and options that an optimizer is about to use.
 
         Args:
             optimizer: about to step.
-            held: the reducer's gradient of a piece.
             is_first: whether no other optimizer has stepped since `finish`.
         """
         if not self._compares_edits:
@@ -136,33 +136,32 @@ class StepComparison:
                 if id(parameter) in own:
                     self._options[id(parameter)] = told
         if is_first:
-            self._scaling.before_step(held)
+            self._scaling.before_step()
         if is_first and self._is_due:
-            self._used = {g: _fingerprints(pieces, held) for g, pieces in self._copies.items()}
+            self._used = {g: _fingerprints(pieces) for g, pieces in self._copies.items()}
 
-    def rescaled(self, held: Held) -> None:
+    def rescaled(self) -> None:
         """Record gradients that were scaled by one factor, the same on all ranks."""
         if self._compares_edits:
-            self._scaling.finished(held)
+            self._scaling.finished()
 
     # -- comparison -----------------------------------------------------------------------
 
-    def compare(self, held: Held, divisor: float) -> CommGridError | None:
+    def compare(self, divisor: float) -> CommGridError | None:
         """Return the error of the last step, on all ranks that hold the model; collective.
 
         Args:
-            held: the reducer's gradient of a piece.
             divisor: by which `finish` has divided sums.
         """
         wrong, mark = None, self._scaling.is_edited
         if self._compares_edits:
-            facts = self._facts(held, divisor) if self._is_due else self._facts_of_edits()
+            facts = self._facts(divisor) if self._is_due else self._facts_of_edits()
             wrong, mark = compare(facts, self._groups.everyone, mark)
         self._step, self._is_edited = self._step + 1, mark
         self._used, self._sent = {}, {}
         self._options.clear()
         if self._compares_edits:
-            self._scaling.finished(held)
+            self._scaling.finished()
         if self._is_due:
             self._inputs.open()
         else:
@@ -173,7 +172,7 @@ class StepComparison:
         options = [self._options.get(id(p.slot.parameter), (torch.nan,))[0] for p in self._pieces]
         yield from self._scaling.facts(options)
 
-    def _facts(self, held: Held, divisor: float) -> Iterator[Fact]:
+    def _facts(self, divisor: float) -> Iterator[Fact]:
         yield from self._facts_of_edits()
         if self._step and self._alike_stage is not None:
             error = partial(_partly_stepped, self._alike_stage)
@@ -183,7 +182,7 @@ class StepComparison:
         for group in self._sharded_over():
             yield self._inputs.fact_of_batches(group)
         for group, pieces in self._copies.items():
-            yield from self._facts_of_copies(group, pieces, held)
+            yield from self._facts_of_copies(group, pieces)
         for group, slots in self._partial.items():
             none = slots[0].view.new_zeros((), dtype=torch.float64)
             numbers = torch.stack([self._sent.get(slot, none) for slot in slots]).cpu()
@@ -208,15 +207,15 @@ class StepComparison:
             with suppress(CommGridError):  # this rank is not in it, or it is suspended
                 own[name] = self._groups.grid.get_group(name)
         noted = [name in own and self._inputs.has_batches(own[name]) for name in names]
-        mine = torch.tensor(noted, device=device_for(self._stage)).long()
+        mine = torch.tensor(noted, device=devices_of(self._stage)[-1]).long()
         found = zip(names, all_reduce(mine, self._stage, op="max").tolist(), strict=True)
         yield from dict.fromkeys(own[name] for name, noted in found if noted and name in own)
 
     def _facts_of_copies(
-        self, group: ProcessGroup, pieces: Sequence[GradientPart], held: Held
+        self, group: ProcessGroup, pieces: Sequence[GradientPart]
     ) -> Iterator[Fact]:
         used = self._used.get(group, torch.full((2 * len(pieces),), torch.nan).double())
-        for found, edited in ((used, True), (_fingerprints(pieces, held), False)):
+        for found, edited in ((used, True), (_fingerprints(pieces), False)):
             error = partial(_unequal, group, pieces, edited)
             yield Fact(group, found, error, partial(self._other_gradient, group, pieces))
 
@@ -293,15 +292,15 @@ def _options_of(optimizer: Optimizer, group: Mapping[str, Any]) -> tuple[float, 
         if key not in _IMPLEMENTATION and isinstance(value, kinds)
     }  # fmt: skip
     told["class"] = type(optimizer).__name__
-    return number_of(told), told
+    return exact_number_of(told), told
 
 
-def _fingerprints(pieces: Sequence[GradientPart], held: Held) -> Tensor:
+def _fingerprints(pieces: Sequence[GradientPart]) -> Tensor:
     """Norm and weighted sum of each, (2 · pieces,) in fp64 on the CPU; 0: there is none."""
     found = torch.zeros(len(pieces), 2, dtype=torch.float64)
     own, rows = [], []
     for index, piece in enumerate(pieces):
-        gradient = held(piece)
+        gradient = piece.held
         if gradient is not None and not isinstance(gradient, KeptGradient):
             own.append(index)
             rows.append(norm_and_sum(gradient.detach().reshape(-1)))

@@ -9,6 +9,7 @@ GradientReducer compares them.
 from __future__ import annotations
 
 import weakref
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from zlib import crc32
@@ -19,14 +20,13 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.group_ref import GroupRef, described
 from commgrid.equality.comparison import ByRank, Fact, ends_of, first_place
-from commgrid.equality.digest import digest
+from commgrid.equality.digest import MANTISSA, digest
 from commgrid.errors import GridMismatchError
 
 KEPT = 16
 """Only the first notes since the last comparison are compared; later ones are only counted."""
 _MIX = -7046029254386353131  # odd; spreads p (p + 1) of a position p over 64 bits
 _CHUNK = 2**20  # numbers of a fingerprint at once, which are copied to fp64
-_MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 _TOLERANCE, _HALF_TOLERANCE = 1e-2, 0.1  # of the norm; whole numbers are compared exactly
 
 Note = tuple[str, Tensor]
@@ -41,8 +41,8 @@ class InputRecord:
     """The inputs noted since they were last compared, by group, while it is open."""
 
     def __init__(self) -> None:
-        self._notes: dict[Where, list[Note]] = {}
-        self._counts: dict[Where, int] = {}
+        self.notes: defaultdict[Where, list[Note]] = defaultdict(list)
+        self.counts: Counter[Where] = Counter()
         self._not_compared: set[ProcessGroup] = set()  # ranks sharded other numbers of batches
         self.open()
 
@@ -53,18 +53,8 @@ class InputRecord:
     def close(self) -> None:
         """Record no more."""
         _RECORDS.discard(self)
-        self._notes.clear()
-        self._counts.clear()
-
-    def is_full(self, where: Where) -> bool:
-        """Whether a group has `KEPT` notes, so that further ones are only counted."""
-        return len(self._notes.get(where, ())) == KEPT
-
-    def add(self, where: Where, note: Note | None) -> None:
-        """Count an input of a group, and keep its note; None: it is full."""
-        if note is not None and not self.is_full(where):
-            self._notes.setdefault(where, []).append(note)
-        self._counts[where] = self._counts.get(where, 0) + 1
+        self.notes.clear()
+        self.counts.clear()
 
     def facts(self, group: ProcessGroup) -> Iterator[Fact]:
         """The number of inputs of a group's layers, and their values, as facts; forgets them."""
@@ -74,7 +64,7 @@ class InputRecord:
 
     def has_batches(self, group: ProcessGroup) -> bool:
         """Whether this rank has noted a batch of a group that is compared."""
-        return (group, True) in self._counts and group not in self._not_compared
+        return (group, True) in self.counts and group not in self._not_compared
 
     def fact_of_batches(self, group: ProcessGroup) -> Fact:
         """The batches that a group's ranks have sharded, as a fact; forgets them.
@@ -95,7 +85,7 @@ class InputRecord:
 
     def _take(self, where: Where) -> tuple[list[str], Tensor, int]:
         """Names and numbers, (3 · KEPT,), of the first notes, and the count of all."""
-        notes, count = self._notes.pop(where, []), self._counts.pop(where, 0)
+        notes, count = self.notes.pop(where, []), self.counts.pop(where, 0)
         values = torch.full((KEPT, 3), torch.nan, dtype=torch.float64)
         for row, (_, numbers) in enumerate(notes):
             values[row] = torch.where(numbers.isfinite(), numbers, torch.nan)
@@ -168,10 +158,12 @@ def note_batch(what: str, tensor: Tensor, group: ProcessGroup) -> None:
 def _note(what: str, tensor: Tensor, where: Where) -> None:
     if tensor.is_meta or (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
         return
-    full = all(record.is_full(where) for record in _RECORDS)
-    noted = None if full else (what, fingerprint(tensor))
+    noted: Note | None = None
     for record in _RECORDS:
-        record.add(where, noted)
+        if record.counts[where] < KEPT:
+            noted = noted or (what, fingerprint(tensor))
+            record.notes[where].append(noted)
+        record.counts[where] += 1
 
 
 def _is_exact(tensor: Tensor) -> bool:
@@ -187,7 +179,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     """
     flat = tensor.detach().reshape(-1)
     if _is_exact(flat):
-        exact = (digest(flat.long()) & _MANTISSA).double()
+        exact = (digest(flat.long()) & MANTISSA).double()
         return torch.stack([torch.zeros_like(exact), torch.zeros_like(exact), exact]).cpu()
     half = flat.dtype in (torch.bfloat16, torch.float16)
     tolerance = flat.new_full((1,), _HALF_TOLERANCE if half else _TOLERANCE, dtype=torch.float64)

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from commgrid.equality.digest import bits_of, digest
+from commgrid.equality.digest import MANTISSA, bits_of, digest
 
-_MANTISSA = 2**52 - 1  # whole numbers up to it are exact in fp64
 _FEW = 8  # elements, such as an optimizer's step, which take less time than their digest
 
 
@@ -38,7 +37,7 @@ def numbers_of(values: Mapping[str, Any] | None) -> dict[str, int]:
 
 def exact_number_of(value: Any) -> float:
     """As `number_of`, but exact in fp64."""
-    return float(int(number_of(value)) & _MANTISSA)
+    return float(int(number_of(value)) & MANTISSA)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

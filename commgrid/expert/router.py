@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from commgrid.collectives import Group, all_reduce
 from commgrid.collectives.plain import resolve
 from commgrid.errors import CommGridError, ShapeError, SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.layout.axis_names import check_word
 from commgrid.parameters.loss_owner import LossOwner
 
 SCORES = ("softmax", "sigmoid")
@@ -133,13 +133,8 @@ class Router(LossOwner):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for key, value, known in (
-            ("score", score, SCORES), ("softmax_over", softmax_over, ("chosen", "all"))
-        ):  # fmt: skip
-            if value not in known:
-                raise SpecError(
-                    f"{key}={value!r}: expected one of {', '.join(known)}{nearest(value, known)}"
-                )
+        check_word("score=", score, SCORES)
+        check_word("softmax_over=", softmax_over, ("chosen", "all"))
         if not 1 <= top_k <= num_experts:
             raise SpecError(
                 f"top_k={top_k} of num_experts={num_experts}: expected 1 to {num_experts}"

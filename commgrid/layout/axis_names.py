@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 
+from commgrid.errors import SpecError
+
 Words = Mapping[str, tuple[str, ...]]
 """Words of group names, each with its axes: an axis, or `dp` for its parts."""
 
@@ -86,3 +88,17 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def check_word(what: str, word: str, known: Iterable[str]) -> None:
+    """Refuse a word that is none of those known.
+
+    Args:
+        what: the word's argument, such as `schedule=`.
+
+    Raises:
+        SpecError: names them, and the one most like it.
+    """
+    if word not in known:
+        words = ", ".join(known)
+        raise SpecError(f"{what}{word!r}: expected one of {words}{nearest(str(word), known)}")

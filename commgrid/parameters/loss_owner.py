@@ -15,7 +15,6 @@ number of passes is refused, which is what accumulation over microbatches takes.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -51,10 +50,7 @@ class LossOwner(nn.Module):
 
     def attach(self, tensor: Tensor, loss: Tensor) -> Tensor:
         """The tensor itself; its backward adds the gradients of the loss, scaled."""
-        if self not in _OWNERS:
-            _OWNERS.add(self)
-            _HOOKS.add_user()
-            weakref.finalize(self, _HOOKS.remove_user).atexit = False
+        _HOOKS.add_user(self)
         attached: Tensor = _with_loss(tensor, loss, self)
         return attached
 
@@ -106,9 +102,6 @@ class LossOwner(nn.Module):
         return None
 
 
-_OWNERS: weakref.WeakSet[LossOwner] = weakref.WeakSet()
-
-
 def losses_not_told(
     modules: Iterable[nn.Module], *, counted: bool = False, scaled: bool = False
 ) -> CommGridError | None:
@@ -120,7 +113,7 @@ def losses_not_told(
 
 def _refuse(optimizer: Optimizer, *, scaled: bool) -> None:
     updated = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    owners = [one for one in _OWNERS if any(id(p) in updated for p in one.parameters())]
+    owners = [one for one in _HOOKS.users if any(id(p) in updated for p in one.parameters())]
     wrong = losses_not_told(owners, scaled=scaled)
     if wrong is not None:
         raise wrong

@@ -15,7 +15,7 @@ are registered while any layer with slices exists.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -45,19 +45,15 @@ _SCALERS = ("torch.amp.grad_scaler", "torch.cuda.amp.grad_scaler", "torch.cpu.am
 """Modules of loss scalers that decide by one rank's gradients; FSDP's agrees over all ranks."""
 
 
-def check_optimizer(optimizer: Optimizer, slices: Iterable[Slice]) -> None:
-    """Refuses an optimizer whose step over slices would differ from that of the whole.
-
-    Args:
-        optimizer: about to step.
-        slices: of its parameters.
+def check_before_step(optimizer: Optimizer, *_: Any) -> None:
+    """torch's hook: refuse an optimizer whose step over slices is not that over the whole.
 
     Raises:
         SpecError: names the first such parameter.
     """
     name, ranks = type(optimizer).__name__, zero_ranks(optimizer)
     of_matrices = _of_matrices(optimizer)
-    for one in slices:
+    for one in _slices_of(optimizer):
         if one.num_slices == 1:
             continue
         group = next(group for _, group in one.shards if group.size > 1)
@@ -127,42 +123,35 @@ _SLICES: weakref.WeakKeyDictionary[Optimizer, tuple[list[tuple[int, bool]], list
 )  # each optimizer's, with its parameters' ids and whether a reducer has them
 
 
-def check_before_step(optimizer: Optimizer, *_: Any) -> None:
-    """torch's hook: check the slices that a reducer does not have."""
-    check_optimizer(optimizer, _slices_of(optimizer))
-
-
 def check_before_unscaling(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> None:
-    """Refuse torch's GradScaler over slices that a reducer does not have."""
-    refuse_scaler_over(scaler, _slices_of(optimizer))
-
-
-def refuse_scaler_over(scaler: torch.amp.GradScaler, slices: Iterable[Slice]) -> None:
     """Refuse torch's GradScaler over slices.
 
     Raises:
         SpecError: names the first slice.
     """
-    for one in slices:
+    for one in _slices_of(optimizer):
         if one.num_slices > 1:
             group = next(group for _, group in one.shards if group.size > 1)
             refuse_scaler(scaler, f"{one} is a slice over group {group.name!r}")
 
 
 def _slices_of(optimizer: Optimizer) -> list[Slice]:
-    """The slices that an optimizer updates; a reducer checks its own, whose full names it knows."""
+    """The slices that an optimizer updates, by their full names where a reducer knows them."""
     updated = [p for group in optimizer.param_groups for p in group["params"]]
-    key = [(id(p), getattr(p, "grad_owner", None) is not None) for p in updated]
+    owners = {p: getattr(p, "grad_owner", None) for p in updated}
+    key = [(id(p), owner is not None) for p, owner in owners.items()]
     known = _SLICES.get(optimizer)
     if known is None or known[0] != key:
-        found, owned = [], dict(key)
-        modules = [m for m in LIVE if any(id(p) in owned for p in m.parameters(recurse=False))]
+        found = []
+        modules = [m for m in LIVE if any(p in owners for p in m.parameters(recurse=False))]
         check_averages(modules)
-        for module in modules:
-            for name, parameter in module.named_parameters(recurse=False):
-                if name in module.sliced_names and owned.get(id(parameter)) is False:
-                    full = f"{type(module).__name__}.{name}"
-                    found.append(Slice(full, parameter, module.shards_of(name)))
+        homes = {p: (m, n) for m in modules for n, p in m.named_parameters(recurse=False)}
+        for parameter in filter(homes.__contains__, owners):
+            module, name = homes[parameter]
+            if name in module.sliced_names:
+                owner = owners[parameter]
+                full = owner.placement.name if owner else f"{type(module).__name__}.{name}"
+                found.append(Slice(full, parameter, module.shards_of(name)))
         known = _SLICES[optimizer] = key, found
     return known[1]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -115,19 +115,21 @@ def placements(model: nn.Module) -> Iterator[Placement]:
             partial, shape = mark.partial, tuple(parameter.shape)
             if isinstance(module, ShardedModule):
                 shards, shape = module.shards_of(name), module.full_shape(name)
+                own = (module.group, *(group for _, group in shards))
                 if name in module.partial:
                     partial = module.group
-                elif partial is not None and partial.name in _names_of(module, shards):
+                elif partial is not None and partial.name in {g.name for g in own}:
                     partial = None  # the layer's declaration wins over a mark on its parent
             full = f"{prefix}.{name}" if prefix else name
             placement = Placement(full, parameter, shards, partial, mark.region, shape, mark.shared)
             check_mesh(placement)
             first = found.setdefault(id(parameter), placement)
             if _layout(first) != _layout(placement):
+                told = [(p.shards, p.partial, p.region, p.shared) for p in (first, placement)]
                 raise SpecError(
-                    f"{first.name} and {full} are one parameter, but their modules say "
-                    f"{_told(first)} and {_told(placement)} of its slices, partial "
-                    "sums, region and copies; make both say the same"
+                    f"{first.name} and {full} are one parameter, but their modules say {told[0]} "
+                    f"and {told[1]} of its slices, partial sums, region and copies; make both say "
+                    "the same"
                 )
     yield from found.values()
 
@@ -146,25 +148,10 @@ def shared_last(found: Iterable[Placement]) -> list[Placement]:
     return sorted(found, key=by_group)
 
 
-def _names_of(module: ShardedModule, shards: Sequence[tuple[int, GroupRef]]) -> set[str]:
-    """The groups along which a layer itself declares a parameter's layout."""
-    return {module.group.name, *(group.name for _, group in shards)}
-
-
-def _told(placement: Placement) -> tuple[Any, ...]:
-    """A parameter's layout as its module declares it, with names of groups."""
-    shards = tuple((dim, group.name, group.size) for dim, group in placement.shards)
-    return shards, _name(placement.partial), placement.region, _name(placement.shared)
-
-
 def _layout(placement: Placement) -> tuple[Any, ...]:
-    """The same with the groups' ranks: a group may have several names."""
+    """A parameter's layout with the groups' ranks: a group may have several names."""
     shards = tuple((dim, _ranks(group)) for dim, group in placement.shards)
     return shards, _ranks(placement.partial), placement.region, _ranks(placement.shared)
-
-
-def _name(group: GroupRef | None) -> str | None:
-    return group.name if group is not None else None
 
 
 def _ranks(group: GroupRef | None) -> list[int] | None:

@@ -81,29 +81,36 @@ class StepHooks:
     """
 
     def __init__(self, register: Callable[[], list[Any]]) -> None:
-        self._register, self._users = register, 0
+        self._register = register
         self._handles: list[Any] = []
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that exist and were not removed."""
 
-    def add_user(self) -> None:
-        """Registers the hooks, if they are not."""
-        self._users += 1
+    def add_user(self, user: object) -> None:
+        """Registers the hooks, if they are not, until the last user is gone or removed."""
+        if user not in self.users:
+            self.users.add(user)
+            weakref.finalize(user, self._end_unused).atexit = False
         if not self._handles:
             self._handles = self._register()
 
-    def remove_user(self) -> None:
+    def remove_user(self, user: object) -> None:
         """Removes the hooks with the last user."""
-        self._users -= 1
-        if not self._users:
+        self.users.discard(user)
+        self._end_unused()
+
+    def _end_unused(self) -> None:
+        if self._handles and not any(True for _ in self.users):  # len counts some that are gone
             for handle in self._handles:
                 handle.remove()
             self._handles.clear()
 
 
-LIVE: weakref.WeakSet[ShardedModule] = weakref.WeakSet()
-"""Every module with slices that exists."""
 REGISTERED: list[Callable[[], Any]] = []
 """Functions that hook into torch while a module with slices exists, and return handles."""
 _HOOKS = StepHooks(lambda: [register() for register in REGISTERED])
+LIVE: weakref.WeakSet[ShardedModule] = _HOOKS.users
+"""Every module with slices that exists."""
 
 
 class ShardedModule(nn.Module):
@@ -121,19 +128,13 @@ class ShardedModule(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._watch()
+        _HOOKS.add_user(self)  # optimizers are checked before they step, while the module exists
         self.register_state_dict_post_hook(_record_slices)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(_check_slices)  # type: ignore[no-untyped-call]
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of a copied or unpickled module
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._watch()
-
-    def _watch(self) -> None:
-        """Have optimizers checked before they step, while the module exists."""
-        LIVE.add(self)
-        _HOOKS.add_user()
-        weakref.finalize(self, _HOOKS.remove_user).atexit = False
+        _HOOKS.add_user(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As nn.Module's; FSDP2 sets every parameter that it has sharded."""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import nearest
+from commgrid.layout.axis_names import check_word
 
 
 @dataclass(frozen=True, slots=True)
@@ -346,10 +346,7 @@ def make_schedule(
         Traceback (most recent call last):
         commgrid.errors.SpecError: num_microbatches=3: the interleaved schedule takes ...
     """
-    if name not in SCHEDULES:
-        raise SpecError(
-            f"schedule={name!r}: expected one of {', '.join(SCHEDULES)}{nearest(name, SCHEDULES)}"
-        )
+    check_word("schedule=", name, SCHEDULES)
     return SCHEDULES[name](num_stages, num_microbatches, num_chunks)
 
 

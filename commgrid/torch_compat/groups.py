@@ -275,6 +275,11 @@ def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
     return list(found.values())
 
 
+def host_device(group: dist.ProcessGroup) -> torch.device:
+    """A device of the group's for what the host has, the CPU if possible."""
+    return min(devices_of(group), key=lambda device: device.type != "cpu")
+
+
 def is_connected(group: dist.ProcessGroup) -> bool:
     """Whether the members' network connections exist already."""
     if group.size() == 1 or backend_of(group) == FAKE:
