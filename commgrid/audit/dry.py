@@ -124,7 +124,7 @@ def _rank(
     torch_world.start_fake_world(rank, world_size)
     torch_fake.pretend(beside, {other for other in chosen if other < rank})
     records = recorder.start()
-    records.job = f"dry {beside.name}"
+    records.set_job(f"dry {beside.name}")
     records.set_rank(rank)
     noted = beside / f"calls_{rank}"
 

@@ -103,12 +103,6 @@ class Event:
         """By rank, what it issues."""
         return {side.rank: side.call for side in self.sides}
 
-    def parts(self) -> Iterable[tuple[int, Part]]:
-        """Each rank with its part."""
-        if self.is_message:
-            return zip(self.needs, ("send", "recv"), strict=True)
-        return ((rank, rank) for rank in self.needs)
-
 
 @dataclass
 class Matched:
@@ -169,8 +163,9 @@ class Matched:
 
     def absent(self, event: Event) -> tuple[int, ...]:
         """The ranks that have not entered an event."""
+        parts: Iterable[Part] = ("send", "recv") if event.is_message else event.needs
         return tuple(
-            rank for rank, part in event.parts()
+            rank for rank, part in zip(event.needs, parts, strict=True)
             if self.issued.get((event.channel, part), 0) <= event.turn
         )  # fmt: skip
 

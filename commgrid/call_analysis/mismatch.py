@@ -20,7 +20,6 @@ _KINDS = {
     "operation": "other operation", "root": "other root", "reduction": "other reduction",
     "dtype": "other dtype", "size": "other shape",
 }  # fmt: skip
-_EMPTY = -1  # the size of a tensor without elements; 0: not recorded, or sizes may differ
 
 
 class Party(NamedTuple):
@@ -48,23 +47,16 @@ def _is_known(name: str, value: object) -> bool:
     return value not in ("", None) and not (name == "size" and value == 0)
 
 
-def _alike(call: Call) -> Alike:
-    found = call.alike
-    if not call.bytes and not call.shape:  # a size of 1 is no size
-        return found._replace(size=0)
-    return found._replace(size=_EMPTY) if call.bytes == 0 and 0 in call.shape else found
-
-
 def agree(one: Call, other: Call) -> bool:
     """Whether two calls can belong to one event."""
-    return not difference(_alike(one), _alike(other))
+    return not difference(one.alike, other.alike)
 
 
 def parties(calls: Mapping[int, Call]) -> list[Party]:
     """Return the ranks whose calls agree, the largest party first; one party: all agree."""
     found: list[Party] = []
     for rank in sorted(calls):
-        mine = _alike(calls[rank])
+        mine = calls[rank].alike
         for i, (ranks, theirs) in enumerate(found):
             if not difference(mine, theirs):
                 known = {

@@ -37,7 +37,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
 
 from commgrid.call_analysis.event import NEVER, Event, EventSide, QueueEntry, match
 from commgrid.call_analysis.mismatch import parties
@@ -51,31 +50,20 @@ Thread = tuple[int, int]
 """A rank, and the number of one of its threads."""
 
 
-@dataclass(slots=True)
-class Laid:
-    """Programs with each call at its place.
-
-    Args:
-        programs: what each rank does.
-        sides: of each rank, the calls that it issues.
-        events: all of them.
-    """
-
-    programs: Programs
-    sides: dict[int, list[EventSide]]
-    events: list[Event]
+Sides = dict[int, list[EventSide]]
+"""By rank, the calls that it issues."""
 
 
-def lay_out(programs: Programs, rules: str) -> Laid:
+def lay_out(programs: Programs, rules: str) -> Sides:
     """Finds for each call its queue, its wait and its event."""
     calls = {
         rank: [call for step in steps for call in calls_of(step)]
         for rank, steps in programs.items()
     }
     matched = match(calls, by_tag=rules == "gloo")
-    laid = Laid(programs, {}, list(matched.events.values()))
+    laid: Sides = {}
     for rank, steps in programs.items():
-        own = laid.sides[rank] = []
+        own = laid[rank] = []
         lasts: dict[Hashable, QueueEntry] = {}
         waits = _waits(steps, rules)
         ahead = iter(matched.sides[rank])
@@ -136,17 +124,17 @@ def _queue(rules: str, call: Call, group: int, is_batch: bool) -> Hashable | Non
     return group
 
 
-def run(laid: Laid) -> list[Event]:
+def run(programs: Programs, laid: Sides) -> list[Event]:
     """Does what can be done until nothing can; what is left, none where all ranks finish."""
     own_steps: dict[Thread, list[int]] = {}
-    for rank, steps in laid.programs.items():
+    for rank, steps in programs.items():
         for at, step in enumerate(steps):
             own_steps.setdefault((rank, thread_of(step)), []).append(at)
     ahead = {thread: iter(own) for thread, own in own_steps.items()}
     stands: dict[tuple[int, int], Thread] = {}  # by rank and step, the thread that waits there
     pending: dict[tuple[int, int], int] = {}  # of a rank's step that waits: calls not over
     issued: dict[tuple[int, int], list[EventSide]] = {}  # by rank and step
-    for rank, own in laid.sides.items():
+    for rank, own in laid.items():
         for side in own:
             place = (rank, side.waited)
             pending[place] = pending.get(place, 0) + 1
@@ -192,7 +180,8 @@ def run(laid: Laid) -> list[Event]:
             if pending.get((rank, at), 0):
                 stands[rank, at] = thread
                 break
-    return [event for event in laid.events if not event.is_over]
+    events = dict.fromkeys(side.event for own in laid.values() for side in own)
+    return [event for event in events if not event.is_over]
 
 
 def is_alike(event: Event) -> bool:

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 from commgrid.call_analysis.event import Event, EventSide, Matched, match
 from commgrid.call_analysis.finding import Finding, lasted
@@ -87,7 +88,8 @@ class Standings:
         self.now = max((trace.at or 0.0 for trace in self.traces.values()), default=0.0)
         """When the last trace was written, in seconds of the wall clock."""
         self.matched = _matched(self.traces)
-        self._absent: dict[Event, tuple[int, ...]] = {}
+        self.absent = cache(self.matched.absent)
+        """The ranks that have not entered an event."""
         self._threads: dict[int, dict[int | None, set[int]]] = {}  # by rank and group
         self.waits = {rank: [*self._of_rank(rank)] for rank in self.traces}
 
@@ -102,14 +104,6 @@ class Standings:
         if not calls:
             return Standing(rank, Call(Group("", ()), "", where="?"), None)
         return Standing(rank, calls[-1], sides[-1].event if sides[-1] is not None else None)
-
-    def absent(self, event: Event | None) -> tuple[int, ...]:
-        """The ranks that have not entered an event."""
-        if event is None:
-            return ()
-        if event not in self._absent:
-            self._absent[event] = self.matched.absent(event)
-        return self._absent[event]
 
     def is_unknown(self, rank: int) -> bool:
         """Whether it is not known what a rank has issued last."""
@@ -148,14 +142,14 @@ class Standings:
             if call.ended is None and (call.waiting or call.issued is None):
                 threads.add(call.thread)
                 event = None if side is None else side.event
-                yield self._standing(trace, call, event, self.absent(event))
+                yield self._standing(trace, call, event)
         for side in sides[-_RECENT:] if trace.state != "ended" else ():
             if side is None or side.call.thread in threads or side.call.ended is None:
                 continue
             absent = self.absent(side.event) if is_on_device(side.call) else ()
             if needed := tuple(each for each in absent if each in _needed(side)):
                 threads.add(side.call.thread)
-                yield self._standing(trace, side.call, side.event, needed)
+                yield replace(self._standing(trace, side.call, side.event), absent=needed)
 
     def _unfinished(self, trace: Trace) -> Iterator[Standing]:
         """The calls that have not ended; on a device the first one."""
@@ -172,14 +166,12 @@ class Standings:
                 if other.call.ended is None and other is not side
                 and _first_on_device(self.traces[other.rank]) is not other.call
             )  # fmt: skip
-            yield self._standing(trace, call, event, self.absent(event), behind)
+            yield replace(self._standing(trace, call, event), behind=behind)
 
-    def _standing(
-        self, trace: Trace, call: Call, event: Event | None, absent: tuple[int, ...],
-        behind: tuple[int, ...] = (),
-    ) -> Standing:  # fmt: skip
+    def _standing(self, trace: Trace, call: Call, event: Event | None) -> Standing:
+        absent = () if event is None else self.absent(event)
         seconds = None if trace.at is None else max(trace.at - call.began, 0.0)
-        return Standing(trace.rank, call, event, absent, behind, seconds)
+        return Standing(trace.rank, call, event, absent, seconds=seconds)
 
 
 def _matched(traces: Mapping[int, Trace]) -> Matched:

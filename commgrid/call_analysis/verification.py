@@ -39,7 +39,7 @@ from commgrid.call_analysis.program import (
     check_sides,
     from_traces,
 )
-from commgrid.call_analysis.rules import RULES, Laid, circle, is_alike, lay_out, run
+from commgrid.call_analysis.rules import RULES, Sides, circle, is_alike, lay_out, run
 from commgrid.call_records import files as trace_files
 from commgrid.call_records.call import Call, Group, Handle
 from commgrid.layout.axis_names import check_word
@@ -115,10 +115,10 @@ class Verdict:
         rank 1  [pp send 0 to rank 0]  pp recv 1 from rank 0
         """
         laid = lay_out(self.programs, self.rules)
-        run(laid)
+        run(self.programs, laid)
         width = len(f"rank {max(self.programs, default=0)}")
         lines = []
-        for rank, own in laid.sides.items():
+        for rank, own in laid.items():
             stands = next((side for side in own if not side.event.is_over), None)
             told = [f"[{said(side)}]" if side is stands else said(side) for side in own]
             if told:
@@ -159,8 +159,8 @@ def check(programs: Programs, rules: str = "nccl") -> Verdict:
     check_word("rules=", rules, RULES)
     check_sides(programs)
     laid = lay_out(programs, rules)
-    stuck = run(laid)
-    calls = sum(map(len, laid.sides.values()))
+    stuck = run(programs, laid)
+    calls = sum(map(len, laid.values()))
     if not stuck:
         return Verdict(rules, len(programs), calls)
     wrong = [event for event in stuck if not event.is_whole or not is_alike(event)]
@@ -224,7 +224,7 @@ def _differing(event: Event) -> tuple[Place, ...]:
     return tuple(places)
 
 
-def _missing(event: Event, laid: Laid) -> Place:
+def _missing(event: Event, laid: Sides) -> Place:
     """Who never comes, and where its calls on the communicator begin to be other ones."""
     side = event.sides[0]
     here = {each.rank for each in event.sides}
@@ -243,10 +243,10 @@ def _missing(event: Event, laid: Laid) -> Place:
     return _place(side, why)
 
 
-def _parting(event: Event, side: EventSide, absent: int, laid: Laid) -> str:
+def _parting(event: Event, side: EventSide, absent: int, laid: Sides) -> str:
     """The first collective of two ranks that comes from other places of the program."""
     ours, theirs = (
-        [s for s in laid.sides[rank]
+        [s for s in laid[rank]
          if s.call.group == side.call.group and not s.call.is_transfer]
         for rank in (side.rank, absent)
     )  # fmt: skip

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from commgrid.call_records.operations import TRANSFERS, Alike, alike, described
+from commgrid.call_records.operations import TRANSFERS, Alike, alike
 
 Handle = int | str
+_EMPTY = -1  # the size of a tensor without elements; 0: not recorded, or sizes may differ
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -103,7 +104,7 @@ class Call:
     @property
     def alike(self) -> Alike:
         """The properties that must agree on all ranks."""
-        size = self.bytes or math.prod(self.shape)
+        size = self.bytes or (math.prod(self.shape) or _EMPTY if self.shape else 0)
         return alike(self.operation, self.dtype, size, self.output, self.root, self.reduction)
 
     @property
@@ -117,9 +118,15 @@ class Call:
         return {name: value for name, (value, default) in held.items() if value != default}
 
     def said(self) -> str:
-        """Operation, dtype and shape: `all_reduce of float32 [2, 3]`."""
+        """Operation, dtype and shape.
+
+        >>> Call(Group("dp", ()), "reduce", None, (2, 3), "float32", root=1, reduction="MAX").said()
+        'reduce of float32 [2, 3] (MAX) with root 1'
+        """
+        tensor = f" of {f'{self.dtype} '.lstrip()}{list(self.shape)}"
+        reduction = "" if self.reduction in ("", "SUM") else f" ({self.reduction})"
         root = "" if self.root is None else f" with root {self.root}"
-        return f"{described(self.operation, self.dtype, self.shape, self.reduction)}{root}"
+        return f"{self.operation}{tensor if self.dtype or self.shape else ''}{reduction}{root}"
 
 
 def on_group(name: str, ranks: Sequence[int], rank: int | None) -> int | None:

@@ -51,10 +51,7 @@ def read(folder: Path) -> list[Trace]:
         SpecError: there is none, a file is something else, or they are of two jobs.
     """
     if not has_traces(folder):
-        raise SpecError(
-            f"{folder}: {_what_is_there(folder)}; expected the folder that COMMGRID_TRACE or "
-            f"commgrid.trace.save was given{_folders_within(folder)}"
-        )
+        raise SpecError(_no_traces(folder))
     held = {path: _load(path) for path in paths(folder)}
     lengths = _lengths(held.values())
     found: dict[int, tuple[Path, Trace]] = {}
@@ -97,19 +94,18 @@ def _state(path: Path, contents: Contents, trace: Trace, now: float) -> State:
     return "killed" if contents.state == ring.ALIVE else trace.state
 
 
-def _what_is_there(folder: Path) -> str:
+def _no_traces(folder: Path) -> str:
+    """What is there, and where near it traces are."""
+    what, near = "there is no such folder", list[Path]()
     if os.path.isdir(folder):  # unlike pathlib's, of any name
-        return f"has no {_RINGS}"
-    return "is a file" if os.path.exists(folder) else "there is no such folder"
-
-
-def _folders_within(folder: Path) -> str:
-    """Where one step further down traces are."""
-    if not os.path.isdir(folder):
-        near = folder.parent
-        return f", such as {near}" if os.path.isfile(folder) and has_traces(near) else ""
-    near = next((each for each in sorted(folder.iterdir()) if has_traces(each)), folder)
-    return f", such as {near}" if near is not folder else ""
+        what, near = f"has no {_RINGS}", sorted(folder.iterdir())
+    elif os.path.exists(folder):
+        what, near = "is a file", [folder.parent]
+    such_as = next((f", such as {each}" for each in near if has_traces(each)), "")
+    return (
+        f"{folder}: {what}; expected the folder that COMMGRID_TRACE or commgrid.trace.save was "
+        f"given{such_as}"
+    )
 
 
 def _check_one_job(folder: Path, traces: Sequence[Trace]) -> None:

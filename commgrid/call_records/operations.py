@@ -5,7 +5,7 @@ Every other list of collectives is made from this one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -92,16 +92,6 @@ def named(name: str) -> str:
     if "barrier" in plain:
         plain = "barrier"
     return _PLAIN.get(plain.replace("_", ""), plain)
-
-
-def described(operation: str, dtype: str, shape: Sequence[int], reduction: str = "") -> str:
-    """A call in words.
-
-    >>> described("all_reduce", "float32", [2, 3], "MAX"), described("barrier", "", [])
-    ('all_reduce of float32 [2, 3] (MAX)', 'barrier')
-    """
-    tensor = f" of {f'{dtype} '.lstrip()}{list(shape)}" if dtype or shape else ""
-    return f"{operation}{tensor}{'' if reduction in ('', 'SUM') else f' ({reduction})'}"
 
 
 class Alike(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -122,11 +123,12 @@ def number(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little") | 1
 
 
-def as_uncertain(digest: int) -> int:
-    """Digest of a call that torch may refuse, an even number."""
-    return digest - 1
+@lru_cache(KEPT)
+def digest_of(alike: Alike, accepted: bool) -> int:
+    """Eight bytes for the properties that must agree, the same in all processes.
 
-
-def is_uncertain(digest: int) -> bool:
-    """Whether a digest is that of a call that torch may refuse."""
-    return digest % 2 == 0
+    Args:
+        alike: the properties.
+        accepted: whether torch is sure to issue the call; else it is an even number.
+    """
+    return number(f"{tuple(alike)}") - (not accepted)

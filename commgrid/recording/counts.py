@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
+@dataclass(slots=True, eq=False)
 class CallCount:
     """How many calls of one kind a rank has issued on a communicator.
 
@@ -12,25 +13,16 @@ class CallCount:
         entry: of the ring, which holds the count too.
     """
 
-    __slots__ = ("count", "entry")
-
-    def __init__(self, entry: int) -> None:
-        self.entry, self.count = entry, 0
+    entry: int
+    count: int = 0
 
 
+@dataclass(slots=True, eq=False)
 class ChannelCounts(CallCount):
-    """Counts of a communicator: of its collectives, of all calls, and of messages by pair.
+    """Counts of a communicator: of its collectives, of all calls, and of messages by pair."""
 
-    Args:
-        entry: of the ring.
-    """
-
-    __slots__ = ("calls", "pairs")
-
-    def __init__(self, entry: int) -> None:
-        super().__init__(entry)
-        self.calls = 0  # of all kinds
-        self.pairs: dict[tuple[str, int | None, int], CallCount] = {}
+    calls: int = 0  # of all kinds
+    pairs: dict[tuple[str, int | None, int], CallCount] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)

@@ -29,7 +29,7 @@ from commgrid.call_records.processes import file_of, write_whole
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.remote import others
-from commgrid.recording.stacks import is_last, stacks_since, stacks_size, withdraw
+from commgrid.recording.stacks import stacks_since, stacks_size
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import world as torch_world
 
@@ -47,11 +47,6 @@ class _Dumping:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="commgrid dumps", daemon=True)
         self._thread.start()
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether it runs; a forked process does not have it."""
-        return self._thread.is_alive()
 
     def stop(self) -> None:
         """End it."""
@@ -73,26 +68,21 @@ class _Dumping:
 
 
 _dumping: list[_Dumping] = []  # one at most
+os.register_at_fork(after_in_child=_dumping.clear)  # which does not have the thread
 _lock = threading.Lock()
 
 
 def follow() -> None:
     """Write dumps as long as this process has a grid."""
     with _lock:
-        if not _dumping or not _dumping[0].is_alive:
-            _dumping[:] = [_Dumping()]
-            atexit.unregister(_stop)
-            atexit.register(_stop)  # its thread must not be within torch when Python is taken down
+        if not _dumping:
+            _dumping.append(_Dumping())
+            atexit.unregister(stop)
+            atexit.register(stop)  # its thread must not be within torch when Python is taken down
 
 
-def leave(grid: str) -> None:
-    """Withdraw a grid; with the last one end the thread."""
-    if is_last(grid):
-        _stop()
-    withdraw(grid)
-
-
-def _stop() -> None:
+def stop() -> None:
+    """End the thread."""
     with _lock:
         if _dumping:
             _dumping.pop().stop()

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -33,18 +33,17 @@ from commgrid.recording.counterpart import (
     TAKEN_BACK,
     Counterpart,
     Words,
-    as_uncertain,
+    digest_of,
     ending,
     is_accepted,
-    is_uncertain,
     number,
     way_of,
 )  # fmt: skip
-from commgrid.recording.counts import Begun
+from commgrid.recording.counts import Begun, CallCount
 from commgrid.recording.observed import ObservedGrid
 from commgrid.recording.order_store import OrderStore
 from commgrid.recording.places import group_of
-from commgrid.recording.stacks import announce
+from commgrid.recording.stacks import announce, withdraw
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, PatientStore
 from commgrid.store.key_wait import connection_of
@@ -55,26 +54,10 @@ MOMENT = 1.0
 """Seconds that a rank waits before it asks the others for their records."""
 
 
-@dataclass(slots=True, eq=False)
-class Channel:
-    """A communicator of the grid, and its links.
-
-    Args:
-        group: as records know it.
-        links: of collectives ("", None, 0): with the previous member and the next one; of messages
-            by operation, peer and tag.
-        met: ranks that messages were exchanged with.
-    """
-
-    group: Group
-    links: dict[tuple[str, int | None, int], tuple[Counterpart, ...]] = field(default_factory=dict)
-    met: set[int] = field(default_factory=set)
-
-
 class Issued(NamedTuple):
     """One call of this rank: its communicator, its links, the earlier rank's first, its record."""
 
-    channel: Channel
+    group: Group
     links: tuple[Counterpart, ...]
     begun: Begun
     is_transfer: bool
@@ -93,11 +76,13 @@ class OrderCheck:
         # A stopped server must not block a rank that ends the grid because of it.
         store = PatientStore(connection_of(torch_world.world_store()))
         self._at_store = OrderStore(store, prefix, self._rank)
-        self._channels: torch_calls.ByIdentity[Channel] = torch_calls.ByIdentity()
+        self._groups: torch_calls.ByIdentity[Group] = torch_calls.ByIdentity()
         self._links: dict[tuple[int, int], Counterpart] = {}
-        self._digests: dict[Alike, int] = {}
+        # By what turns are counted on: of collectives with the previous member and the next one.
+        self._linked: dict[CallCount, tuple[Counterpart, ...]] = {}
+        self._met: set[tuple[str, int]] = set()  # by communicator, ranks of messages
         # Digests of two calls that differ only in properties that were not recorded.
-        self._agree: set[tuple[int, int]] = set()
+        self._agree: deque[tuple[int, int]] = deque(maxlen=KEPT)
         self._pending: torch_calls.ByIdentity[Issued] = torch_calls.ByIdentity()
         self._gone: set[int] = set()
         self._asked: Asked | None = None
@@ -117,33 +102,31 @@ class OrderCheck:
         recorder.release(self._records)
         remote.follow()
 
-    def _channel(self, its_group: dist.ProcessGroup) -> Channel | None:
+    def _group(self, its_group: dist.ProcessGroup) -> Group | None:
         """A communicator of the grid's, which may be new after a suspension; None: another one."""
-        found = self._channels.get(its_group)
+        found = self._groups.get(its_group)
         if found is None and its_group.size() > 1:
             for each in self._grid.communicators:
                 if not each.suspended and each.group is its_group:
-                    found = self._channels[its_group] = Channel(group_of(its_group))
+                    found = self._groups[its_group] = group_of(its_group)
         return found
 
-    def _links_of(self, channel: Channel, made: torch_calls.Arguments) -> tuple[Counterpart, ...]:
+    def _links_of(
+        self, group: Group, turns: CallCount, made: torch_calls.Arguments
+    ) -> tuple[Counterpart, ...]:
         """The links of a call; of a receipt from any source, those with all members."""
-        is_transfer = made.operation in TRANSFERS
-        of = (made.operation, made.peer, made.tag) if is_transfer else ("", None, 0)
-        if of not in channel.links:
-            ranks, others = channel.group.ranks, tuple[int, ...]()
-            if not is_transfer:
+        if turns not in self._linked:
+            ranks, others = group.ranks, tuple[int, ...]()
+            if made.operation not in TRANSFERS:
                 place = ranks.index(self._rank)
                 others = ranks[place - 1], ranks[(place + 1) % len(ranks)]
             else:
                 others = ranks if made.peer is None else (ranks[made.peer],)
-            channel.links[of] = tuple(
-                self._counterpart(
-                    rank, way_of(channel.group, made.operation, self._rank, rank, made.tag)
-                )
+            self._linked[turns] = tuple(
+                self._counterpart(rank, way_of(group, made.operation, self._rank, rank, made.tag))
                 for rank in dict.fromkeys(others) if rank != self._rank
             )  # fmt: skip
-        return channel.links[of]
+        return self._linked[turns]
 
     def _counterpart(self, rank: int, way: int) -> Counterpart:
         """The link with a rank, which may have been heard of before this rank uses it."""
@@ -153,52 +136,38 @@ class OrderCheck:
     # -- a call, from its beginning to its end -------------------------------------------
 
     def begins(self, its_group: dist.ProcessGroup, made: torch_calls.Arguments) -> Issued | None:
-        begun, channel = self._records.thread.begun, self._channel(its_group)
-        if begun is None or channel is None:
+        begun, group = self._records.thread.begun, self._group(its_group)
+        if begun is None or group is None:
             return None
-        links, is_transfer = self._links_of(channel, made), made.operation in TRANSFERS
+        links, is_transfer = self._links_of(group, begun.turns, made), made.operation in TRANSFERS
         if is_transfer and made.peer is None:
             for link in links:
                 if not link.is_open and made.operation == "recv":
                     link.is_open = True
                     self._send_digest(link, ANY_SOURCE, 0)
             return None
-        digest = self._digest(made.alike, is_accepted(made))
+        digest = digest_of(made.alike, is_accepted(made))
         for link in links:
             with self._lock:
                 link.add(begun.turn, digest)
             self._send_digest(link, begun.turn, digest)
         if is_transfer:
-            self._meet(channel, links[0].rank)
-        call = Issued(channel, links, begun, is_transfer)
+            self._meet(group, links[0].rank)
+        call = Issued(group, links, begun, is_transfer)
         self._compare_all(call, made)
         return call
 
-    def _meet(self, channel: Channel, rank: int) -> None:
+    def _meet(self, group: Group, rank: int) -> None:
         """Wait a moment for the other side of a pair's first message.
 
         A backend that connects the two then holds this rank until the other has come.
         """
-        if rank not in channel.met:
-            channel.met.add(rank)
+        if (group.key, rank) not in self._met:
+            self._met.add((group.key, rank))
             ends = sorted((rank, self._rank))
-            pair = self._counterpart(rank, number(f"{channel.group.key} {ends}"))
+            pair = self._counterpart(rank, number(f"{group.key} {ends}"))
             self._send_digest(pair, 0, 1)
             self._read_until(lambda: 0 in pair.theirs or rank in self._gone, MOMENT)
-
-    def _digest(self, alike: Alike, accepted: bool) -> int:
-        """Eight bytes for the properties that must agree, the same in all processes.
-
-        Args:
-            alike: the properties.
-            accepted: whether torch is sure to issue the call.
-        """
-        found = self._digests.get(alike)
-        if found is None:
-            if len(self._digests) >= KEPT:
-                self._digests.clear()
-            found = self._digests[alike] = number(f"{tuple(alike)}")
-        return found if accepted else as_uncertain(found)
 
     def _send_digest(self, link: Counterpart, turn: int, digest: int) -> None:
         try:
@@ -236,9 +205,9 @@ class OrderCheck:
         call = self._pending.get(work)
         if call is None:
             return
-        channel, links, begun, is_transfer = call
+        group, links, begun, is_transfer = call
         link, has_looked = links[0], False
-        if "gloo" in channel.group.backend and not is_transfer:
+        if "gloo" in group.backend and not is_transfer:
             while not self._has_ended(work):
                 self._look(call)
                 has_looked = True
@@ -362,10 +331,10 @@ class OrderCheck:
             return  # it was taken back, or its rank is gone
         kind, end = (of(mine.alike, theirs.alike) for of in (difference, ending))
         if not kind:
-            self._note_agreement(link.mine[turn], theirs.digest)
+            self._agree.append((link.mine[turn], theirs.digest))
         is_stopped = (
             (end == "other dtype" and theirs.is_issued) or end in ("other shape", "other size")
-        ) and not (is_uncertain(link.mine[turn]) or is_uncertain(theirs.digest))
+        ) and link.mine[turn] % 2 == theirs.digest % 2 == 1  # torch is sure to issue both
         if not kind or (made is not None and not is_stopped):
             return
         for each in call.links:  # whether torch accepts it or not
@@ -376,17 +345,12 @@ class OrderCheck:
         ]  # fmt: skip
         told = both(sorted(sides))
         error = GridMismatchError(
-            f"call {turn} of {call.channel.group.name} is not the same on all ranks: {told}"
+            f"call {turn} of {call.group.name} is not the same on all ranks: {told}"
         )
         event = link.event(turn)
         self._post_error(event, f"{error}")
         self._at_store.note_raised(event)
         raise error
-
-    def _note_agreement(self, mine: int, theirs: int) -> None:
-        if len(self._agree) >= KEPT:
-            self._agree.clear()
-        self._agree.add((mine, theirs))
 
     def _read_until(self, is_enough: Callable[[], bool], seconds: float) -> bool:
         """Read messages until something is known; return whether it is."""
@@ -461,5 +425,5 @@ def observe(trace: bool, verify: str | None, grid: ObservedGrid) -> None:
     identity = f"{grid.identity}"
     announce(identity, grid.rank, torch_world.world_size(), ring)
     dump.follow()
-    grid.before_destroy(lambda: dump.leave(identity))
+    grid.before_destroy(lambda: withdraw(identity, dump.stop))
     remote.follow()

@@ -87,9 +87,9 @@ class OrderStore:
     def _found(self) -> list[FoundError]:
         """The errors at the store that this rank has not raised."""
         with suppress(RuntimeError):  # the store has gone; the wait itself will name another cause
-            if self._store.check([self._errors]):
-                found = [FoundError(*each) for each in json.loads(self._store.get(self._errors))]
-                return [each for each in found if each.event not in self._raised]
+            held = json.loads(self._store.read(self._errors) or "[]")
+            found = [FoundError(*each) for each in held]
+            return [each for each in found if each.event not in self._raised]
         return []
 
     def take_lease(self) -> bool:
@@ -97,9 +97,7 @@ class OrderStore:
 
         The time is that of this rank's clock, since it has first seen the other's lease.
         """
-        before = ""
-        if self._store.check([self._search]):
-            before = self._store.get(self._search).decode()
+        before = (self._store.read(self._search) or b"").decode()
         now = time.monotonic()
         if before != self._seen:
             self._seen, self._since = before, now

@@ -32,7 +32,8 @@ _WAITED_FOR = "its_group"  # name of the argument of functions that only wait
 _MOST_PLACES = 16  # of a stack, the innermost ones
 _MOST_STACKS = 10_000
 _PASSES_ON = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-"""Flags of a function with the arguments of any other, such as a decorator's wrapper."""
+"""Flags of a function that passes any arguments on, so the call is made further inside: torch's
+decorators (`no_grad`, the hooks of an optimizer's step), calls of modules, autograd functions."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def whereabouts(error: BaseException) -> Whereabouts | None:
                 line = _line(code, number)
                 called, on = "", None
             continue
-        if code.co_name != "named_failures" and not called and not _passes_on(code):
+        passes_on = code.co_flags & _PASSES_ON == _PASSES_ON
+        if code.co_name != "named_failures" and not called and not passes_on:
             called = code.co_qualname
         group = _group_of(frame)
         if group is not None:
@@ -95,15 +97,6 @@ def _outer_line(error: BaseException) -> str:
 
 def _line(code: CodeType, number: int) -> str:
     return f"{Path(code.co_filename).name}:{number} in {code.co_name}"
-
-
-def _passes_on(code: CodeType) -> bool:
-    """Whether a function only passes its arguments on, so that the call is made further inside.
-
-    Examples are torch's decorators (`no_grad`, the hooks of an optimizer's step), and calls of
-    modules and autograd functions.
-    """
-    return code.co_flags & _PASSES_ON == _PASSES_ON
 
 
 def _group_of(frame: FrameType, names: Sequence[str] = _GROUPS) -> dist.ProcessGroup | None:

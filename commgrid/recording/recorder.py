@@ -20,7 +20,7 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.call_records.processes import boot, space_of_pids, started, write_whole
+from commgrid.call_records.processes import boot, space_of_pids, started, write_whole, writing
 from commgrid.call_records.ring import ENDED, STOPPED, Contents, Ring
 from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
 from commgrid.recording.counts import Begun, CallCount, ChannelCounts
@@ -69,7 +69,8 @@ class Recorder:
         self.is_asked, self.holders = False, 0
         """Whether the program records, and how many do: also grids that compare their calls."""
         self.rank = 0
-        self._job = ""
+        self.job = ""
+        """The name of this job, the same on all its ranks; "": unknown."""
         self._termination: Termination | None = None
         self._channels: ByIdentity[ChannelCounts] = ByIdentity()
         self._by_key: dict[tuple[str, tuple[int, ...]], ChannelCounts] = {}
@@ -80,18 +81,6 @@ class Recorder:
         self._together: dict[int, list[int]] = {}  # by the last call of a batch, the others
         self._pending: ByIdentity[int] = ByIdentity()
         self._lock = threading.RLock()  # a handler of a signal may issue calls, or save
-
-    @property
-    def job(self) -> str:
-        """The name of this job, the same on all its ranks; "": unknown."""
-        return self._job
-
-    @job.setter
-    def job(self, name: str) -> None:
-        with self._lock:
-            if name != self._job:
-                self.ring.note("job", name)
-            self._job = name
 
     def contents(self, last: int | None = None) -> bytes:
         """Return a copy of the ring, which `call_records.files.parse` reads.
@@ -121,6 +110,13 @@ class Recorder:
             self.ring.note("rank", rank)
         self.rank = rank
 
+    def set_job(self, name: str) -> None:
+        """Note the job's name."""
+        with self._lock:
+            if name != self.job:
+                self.ring.note("job", name)
+            self.job = name
+
     def step(self, number: int) -> None:
         """Note that a training step begins."""
         with self._lock:
@@ -136,7 +132,7 @@ class Recorder:
         with self._lock:
             if path == self.ring.path:
                 return
-            try:
+            with writing(f"{path}", CommGridError):
                 before, self.ring = self.ring, self.ring.moved(path)
                 before.close()
                 with suppress(OSError):
@@ -144,10 +140,6 @@ class Recorder:
                         before.path.unlink()  # of the rank that this process was
                     self._forget_termination()
                     self._termination = Termination(path.with_suffix(".sigterm"))
-            except OSError as error:
-                raise CommGridError(
-                    f"{path}: cannot be written: {error.strerror or error}"
-                ) from error
 
     def _forget_termination(self) -> None:
         if self._termination is not None:
@@ -169,11 +161,9 @@ class Recorder:
         path = folder.absolute() / f"rank_{self.rank:05}.ring"
         if self.ring.path is not None and path.resolve() == self.ring.path.resolve():
             return path  # where all is already
-        try:
+        with writing(f"{path}", CommGridError):
             folder.mkdir(parents=True, exist_ok=True)
             write_whole(path, self.contents())
-        except OSError as error:
-            raise CommGridError(f"{path}: cannot be written: {error.strerror or error}") from error
         return path
 
     # -- a call, from its beginning to its end ------------------------------------------

@@ -80,21 +80,16 @@ def diagnose(timeout: float = 10.0, patience: float = PATIENCE) -> Diagnosis:
 
 def others(rank: int, timeout: float) -> list[bytes]:
     """Return the records that other ranks send in time."""
-    with suppress(RuntimeError):  # the store has gone with the rank that served it
-        with closing(_own_driver(torch_world.world_store())) as driver:
-            asking = Questions(rank, range(torch_world.world_size()))
-            answers = driver.run(asking.ask(timeout))
-        return [zlib.decompress(each) for each in answers.values()]
+    # The store has gone with the rank that served it.
+    with suppress(RuntimeError), closing(_own_driver(torch_world.world_store())) as driver:
+        asking = Questions(rank, range(torch_world.world_size()))
+        return [zlib.decompress(each) for each in driver.run(asking.ask(timeout)).values()]
     return []
 
 
 def _own_driver(store: Any) -> StoreDriver:
     """A driver on a connection of its own; if the store's server is stopped, that is an error."""
-    return _driver(connection_of(PatientStore(store, lambda: timeouts().answer)))
-
-
-def _driver(store: Any) -> StoreDriver:
-    return StoreDriver(store, torch_world.world_size(), lambda: timeouts().answer)
+    return StoreDriver(connection_of(PatientStore(store)), torch_world.world_size())
 
 
 def packed(own: Recorder) -> bytes:
@@ -163,7 +158,7 @@ def follow() -> None:
     if _answering and (own is not _answering[0].own or store is not _answering[0].store):
         stop()
     if own is not None and store is not None and not _answering:
-        own.job = _job(store, own.job)
+        own.set_job(_job(store, own.job))
         atexit.unregister(stop)
         atexit.register(stop)  # its thread must not be within torch when Python is taken down
         _answering.append(Answering(own, store))
@@ -173,7 +168,8 @@ def _job(store: Any, known: str) -> str:
     """Return the job's name, the same on all ranks, which tells the traces of two jobs apart."""
     proposed = known or uuid.uuid4().hex
     with suppress(StoreLostError):  # with the rank that served it
-        return _driver(store).run(agreed_name("commgrid/trace/job", proposed))
+        driver = StoreDriver(store, torch_world.world_size())
+        return driver.run(agreed_name("commgrid/trace/job", proposed))
     return known
 
 

@@ -90,12 +90,11 @@ def set_handler(number: int, handler: Handler) -> None:
 
 
 class _Own:
-    """Grids that this process has announced, the file of its stacks (-1: none), and its pid."""
+    """Grids that this process has announced, and the file of its stacks (-1: none)."""
 
     def __init__(self) -> None:
         self.grids: set[str] = set()
         self.stacks = -1
-        self.pid = 0
 
 
 _own = _Own()
@@ -103,22 +102,21 @@ _own = _Own()
 
 def announce(grid: str, rank: int, world_size: int, records: Path | None) -> None:
     """Say that this process has a grid; without a place to write to, nothing is said."""
-    _own.pid = os.getpid()
     _own.grids.add(grid)
-    folder = folder_of_user()
+    pid, folder = os.getpid(), folder_of_user()
     with suppress(OSError):
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.stat().st_uid != os.getuid():
             return
-        if _own.stacks < 0 and not is_caught(os.getpid()):
+        if _own.stacks < 0 and not is_caught(pid):
             flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
-            _own.stacks = os.open(file_of(_own.pid, "stacks"), flags, 0o600)
+            _own.stacks = os.open(file_of(pid, "stacks"), flags, 0o600)
             faulthandler.register(signal.SIGUSR1, file=_own.stacks, all_threads=True)
         said = Process(
-            _own.pid, started(_own.pid), space_of_pids(), rank, world_size, _job(world_size),
+            pid, started(pid), space_of_pids(), rank, world_size, _job(world_size),
             " ".join(sys.argv), "" if records is None else str(records), _own.stacks >= 0,
         )  # fmt: skip
-        write_whole(file_of(_own.pid, "json"), json.dumps(asdict(said)).encode())
+        write_whole(file_of(pid, "json"), json.dumps(asdict(said)).encode())
 
 
 def _leave_to_parent() -> None:
@@ -127,23 +125,24 @@ def _leave_to_parent() -> None:
         each.unregister()
     if _own.stacks >= 0 and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         faulthandler.unregister(signal.SIGUSR1)
-    _own.grids, _own.pid, _own.stacks = set(), 0, -1
+    _own.grids, _own.stacks = set(), -1
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def is_last(grid: str) -> bool:
-    """Whether no other grid is announced."""
-    return _own.grids <= {grid}
+def withdraw(grid: str, stop: Callable[[], object]) -> None:
+    """Say that a grid is no more; with the last one nothing is left of this process.
 
-
-def withdraw(grid: str) -> None:
-    """Say that a grid is no more; with the last one nothing is left of this process."""
-    _own.grids.discard(grid)
-    if _own.grids or _own.pid != os.getpid():
+    Args:
+        grid: as it was announced.
+        stop: ends what reads the stacks.
+    """
+    if _own.grids != {grid}:
+        _own.grids.discard(grid)
         return
-    _own.pid = 0
+    stop()
+    _own.grids.clear()
     if _own.stacks >= 0:
         if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:  # no handler of the program's own
             faulthandler.unregister(signal.SIGUSR1)
@@ -164,7 +163,7 @@ def stacks_since(size: int) -> bytes:
     """Return this process's stacks beyond so many bytes, once they are complete."""
     if stacks_size() <= size:
         return b""
-    return whole_after(file_of(_own.pid, "stacks"), size, time.monotonic() + 10 * QUIET)
+    return whole_after(file_of(os.getpid(), "stacks"), size, time.monotonic() + 10 * QUIET)
 
 
 def _job(world_size: int) -> str:

@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from commgrid.call_records.processes import writing
 from commgrid.errors import CommGridError, SpecError
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def save(figure: Figure, path: Path) -> None:
     """
     check_suffix(path, SUFFIXES)
     dates = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}
-    with writing(path):
+    with writing(f"-o {path}"):
         figure.savefig(path, dpi=150, metadata=dates.get(path.suffix))
 
 
@@ -104,14 +105,5 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         SpecError: a folder that cannot be written to.
     """
-    with writing(path):
+    with writing(f"-o {path}"):
         path.write_text(text, encoding="utf-8")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Within it, an error of the file system is a SpecError that names the path."""
-    try:
-        yield
-    except OSError as error:
-        raise SpecError(f"-o {path}: cannot be written: {error.strerror or error}") from error

@@ -45,7 +45,7 @@ def _rank(
     for name in [*sys.modules]:  # as another test of this process may have imported them
         if name.startswith("gpt_"):
             del sys.modules[name]
-    StepComparison.compare = lambda self, held, divisor: None  # type: ignore[method-assign]  # finds some
+    StepComparison.compare = lambda self, divisor: None  # type: ignore[method-assign]  # finds some
     observed(folder, steps, beginning, run_script, script, flags)
 
 

@@ -57,6 +57,13 @@ def test_an_empty_tensor_is_a_size() -> None:
     assert found_in([empty], [empty], [empty]) == []
 
 
+def test_an_empty_input_is_no_other_size_where_outputs_are_equal() -> None:
+    """Nearest correct program: in an all-gather of several lengths one rank has nothing."""
+    gathers = {**FULL, "operation": "all_gather", "output": 48, "reduction": ""}
+    empty = done(THREE, **{**gathers, "shape": (0,), "bytes": 0})
+    assert found_in([done(THREE, **gathers)], [done(THREE, **gathers)], [empty]) == []
+
+
 def test_lines_decide_nothing() -> None:
     """A helper with a late group of its own, from one line: nobody issued it alone."""
     own = Group("embedding", (0, 2), "embedding", "gloo")

@@ -68,9 +68,9 @@ def test_what_is_right_is_not_accused_and_costs_little_later(
     step = 0
     fingerprints = module._fingerprints
 
-    def counted(pending: Any, held: Any) -> Tensor:
+    def counted(pending: Any) -> Tensor:
         compared.append((step, len(pending)))
-        return fingerprints(pending, held)
+        return fingerprints(pending)
 
     monkeypatch.setattr(module, "_fingerprints", counted)
     for step in range(27):  # noqa: B007

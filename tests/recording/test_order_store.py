@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from commgrid.call_records.operations import Alike
 from commgrid.recording.counterpart import KEPT, Counterpart, Words
-from commgrid.recording.order_check import OrderCheck
 from commgrid.recording.order_store import OrderStore
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import PatientStore
@@ -118,9 +117,3 @@ def test_nothing_is_kept_of_calls_of_long_ago() -> None:
         link.words[turn] = Words(3, True, alike, "", "")
     for held in (link.mine, link.theirs, link.issued, link.said, link.words):
         assert len(held) <= KEPT
-    check = OrderCheck.__new__(OrderCheck)
-    check._agree = set()
-    for digest in range(3 * KEPT):
-        check._note_agreement(digest, digest + 2)
-    assert len(check._agree) <= KEPT
-    assert (digest, digest + 2) in check._agree
