@@ -54,8 +54,7 @@ class PairGroup:
         told: Callable[[str, bool], object] = lambda text, late: None,
     ) -> None:
         self.about, self.ranks, self.key = about, tuple(ranks), pair.key
-        self._timeout, self._told, self._numbering = timeout, told, pair.numbering
-        self._hears_silence = pair.hears_silence
+        self._told = told
         self._watch: Watch | None = None
         self._addresses: list[tuple[Any, str]] = []
         with torch_nccl.errors_are_ours() if pair.watched else nullcontext():
@@ -74,24 +73,20 @@ class PairGroup:
         self._unconnected = {self.group}
         if pair.watched and len(self.ranks) > 1:
             try:
-                self._watch = self._make_watch(grids)
+                watch = prepare(
+                    self.key, self.ranks, timeout, self._wake,
+                    [WatchedGroup(about, self.ranks, self.group)], pair.numbering,
+                    pair.hears_silence,
+                )  # fmt: skip
+                watch.tell_address()
+                for grid in grids:
+                    if grid.watch is not None:
+                        of = f"grid {grid.name!r}: " if pair.numbering.is_joint else ""
+                        watch.follow(grid.watch, of)
+                self._watch = watch
             except BaseException:
                 ended_groups.abort_all([self.group], self._unconnected, tell=False)
                 raise
-
-    def _make_watch(self, grids: Iterable[HyperCommGrid]) -> Watch:
-        """Make the watch, and publish its address."""
-        watched = WatchedGroup(self.about, self.ranks, self.group)
-        watch = prepare(
-            self.key, self.ranks, self._timeout, self._wake, [watched], self._numbering,
-            self._hears_silence,
-        )  # fmt: skip
-        watch.tell_address()
-        for grid in grids:
-            if grid.watch is not None:
-                of = f"grid {grid.name!r}: " if self._numbering.is_joint else ""
-                watch.follow(grid.watch, of)
-        return watch
 
     def _wake(self, why: str, late: bool) -> None:
         """End the waits of this rank after a failure."""

@@ -40,13 +40,13 @@ from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous import grid_match as match
 from commgrid.rendezvous.grid_match import Calls
-from commgrid.rendezvous.op import Protocol, StoreLostError
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.round import tidy
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.startup_agreement import Rendezvous
 from commgrid.store.client import served
-from commgrid.store.driver import Result, StoreDriver
+from commgrid.store.driver import StoreDriver
 from commgrid.store.key_wait import seconds_until
 from commgrid.torch_compat import world as torch_world
 from commgrid.torch_compat.peer_errors import as_peer_error
@@ -114,19 +114,15 @@ class Card:
         return int(self.spec.grid_ranks[0])
 
     def to_text(self) -> str:
-        return json.dumps({
-            "identity": self.identity, "spec": self.spec.to_dict(),
-            "world": len(self.spec.grid_ranks), "backend": self.backend, "timeout": self.timeout,
-            "watched": self.watched, "peer": self.peer, "kinds": self.kinds,
-        })  # fmt: skip
+        spec = {"spec": self.spec.to_dict(), "world": len(self.spec.grid_ranks)}
+        return json.dumps({**vars(self), **spec})
 
     @classmethod
     def from_text(cls, text: str) -> Card:
         said = json.loads(text)
-        spec = GridSpec.from_config(said["spec"])
-        spec = spec.resolve(said["world"] if spec.ranks is None else None)
-        form = said["backend"], said["timeout"], said["watched"]
-        return cls(said["identity"], spec, *form, said["peer"], tuple(said["kinds"]))
+        spec, world = GridSpec.from_config(said["spec"]), said.pop("world")
+        spec = spec.resolve(world if spec.ranks is None else None)
+        return cls(**{**said, "spec": spec, "kinds": tuple(said["kinds"])})
 
 
 def check_alive(about: str, grid: HyperCommGrid) -> None:
@@ -243,6 +239,8 @@ class Pairing:
                 tells_host=elsewhere is None,
             )  # fmt: skip
         except BaseException as error:
+            if isinstance(error, StoreLostError):
+                error = error.__cause__ or error  # torch's own
             self._failing = True
             with suppress(StoreLostError):
                 self._end_calls(error)
@@ -310,18 +308,12 @@ class Pairing:
 
     # -- finding the other grid -----------------------------------------------------------
 
-    def _run(self, protocol: Protocol[Result]) -> Result:
-        try:
-            return self._driver.run(protocol)
-        except StoreLostError as lost:
-            raise (lost.__cause__ or lost) from None
-
     def _both(self, known: dict[str, Card]) -> dict[str, Card]:
         """Both sides' cards, of which this rank knows one or both."""
         for side, card in known.items():
             if card.first == self._rank:
                 calls = Calls(self._counter(side, card))
-                self._calls[side] = calls, self._run(calls.begin())
+                self._calls[side] = calls, self._driver.run(calls.begin())
         for side, other in (SIDES, SIDES[::-1]):
             if side in self._calls and not self._know_each_other(known):
                 known[other] = self._find(known, side, other)
@@ -329,7 +321,7 @@ class Pairing:
             if side in self._calls:
                 calls, number = self._calls[side]
                 told = json.dumps({"card": known[other].to_text(), "meeting": self._meeting})
-                self._run(calls.tell(number, told))
+                self._driver.run(calls.tell(number, told))
             elif other not in known:
                 known[other] = self._hear(side, known[side])
         return known
@@ -347,7 +339,7 @@ class Pairing:
             self._about, side, mine.identity, None if wanted is None else wanted.identity,
             f"{self._room}/{uuid4().hex}", mine.to_text(),
         )  # fmt: skip
-        text = self._run(match.match(self._card, self._until))
+        text = self._driver.run(match.match(self._card, self._until))
         if text is None:
             raise self._nobody(side, mine)
         return Card.from_text(text)
@@ -360,8 +352,6 @@ class Pairing:
         words = uuid4().hex[:16], mine.to_text()
         try:
             met = shared.run(match.meet_world(self._room, side, other, *words, self._until))
-        except StoreLostError as lost:
-            raise (lost.__cause__ or lost) from None
         finally:
             shared.close()
         if isinstance(met, match.Met):
@@ -396,7 +386,7 @@ class Pairing:
         """Return the other side's card, as the grid's first rank tells it."""
         counter = self._counter(side, card)
         last = _HEARD.get(self._grids[side], {})
-        heard = self._run(Calls(counter).hear(last.get(counter, 0), self._deadline))
+        heard = self._driver.run(Calls(counter).hear(last.get(counter, 0), self._deadline))
         if heard.words is None:
             if heard.is_open:  # it came later than this rank, and waits itself; or it has ended
                 raise self._nobody(side, card, f", or rank {card.first} has ended meanwhile")

@@ -213,7 +213,7 @@ class Snapshot:
         said = []
         traced = _recorder() is not None and _recorder() is not self._recorder
         # Asked for by the environment, it records until the process ends.
-        if traced and not _asked_by_environment():
+        if traced and not _loaded("commgrid.recording.recorder.asked_by_environment")()[0]:
             said.append("commgrid.trace still records: call commgrid.trace.stop()")
         for owner, before in self._attributes.items():
             now = vars(_loaded(owner))
@@ -271,12 +271,6 @@ def _recorder() -> Any:
     """The recorder of this process's collectives, or None."""
     current: Callable[[], Any] | None = _loaded("commgrid.recording.recorder.current")
     return current() if current else None
-
-
-def _asked_by_environment() -> bool:
-    """Whether COMMGRID_TRACE asks to record; called where there is a recorder."""
-    asked: Callable[[], Any] = _loaded("commgrid.recording.recorder.asked_by_environment")
-    return bool(asked()[0])
 
 
 def _groups() -> dict[str, Any]:

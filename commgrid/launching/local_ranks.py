@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from commgrid.launching.leftovers import kinds_of
@@ -307,12 +306,7 @@ class Ranks:
     def __enter__(self) -> Ranks:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        place: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

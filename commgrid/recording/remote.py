@@ -25,8 +25,8 @@ from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.recorder import Recorder
-from commgrid.rendezvous.op import StoreLostError
-from commgrid.rendezvous.remote_questions import Questions, agreed_name, first, hear, tell
+from commgrid.rendezvous.op import Cas, StoreLostError, one
+from commgrid.rendezvous.remote_questions import Questions, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, PatientStore
 from commgrid.store.driver import StoreDriver
@@ -169,7 +169,8 @@ def _job(store: Any, known: str) -> str:
     proposed = known or uuid.uuid4().hex
     with suppress(StoreLostError):  # with the rank that served it
         driver = StoreDriver(store, torch_world.world_size())
-        return driver.run(agreed_name("commgrid/trace/job", proposed))
+        name: bytes = driver.run(one(Cas("commgrid/trace/job", b"", proposed.encode())))
+        return name.decode()
     return known
 
 

@@ -26,7 +26,6 @@ from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived
 from commgrid.rendezvous.documents import (
     MOST_PHASES,
     drop_agreement,
-    drop_but_decisions,
     holders_of,
     merged,
     show,
@@ -107,6 +106,7 @@ class Agreement:
         self.margin = timeouts().margin_of(until - began)
         # Grids of disjoint ranks may share a name: their lowest ranks differ.
         self._first = members[0] if isinstance(members, range) else min(members)
+        # 0: of a world, whose epoch is never joined again, and whose ranks wait nowhere else.
         self._room, self._number, self._over = f"{name}@{self._first}", 0, b""
         self.counter = f"{self._room}/over"
         """Key that stays at the store for the next agreement in this room."""
@@ -116,9 +116,6 @@ class Agreement:
         self._came = self._left = self._published = self.doubled = False
         self.loss: Decision | None = None
         """The decision that a connection was lost, if it is to be followed by `report`."""
-
-    _concludes = "the last of them"
-    """The rank that decides about the documents, for messages."""
 
     @property
     def incarnation(self) -> str:
@@ -190,7 +187,7 @@ class Agreement:
         missing = [rank for rank in everyone if rank not in here]
         holders = yield from holders_of(self._base, documents, here)
         rooms, also = [self._base], ""
-        for rank, place in (yield from self._elsewhere(missing)):
+        for rank, place in (yield from elsewhere(missing if self._number else (), self._base)):
             if place["name"] == self._name and place["document"]:
                 holders.append((place["document"], [rank]))
                 rooms.append(place["at"])
@@ -205,13 +202,10 @@ class Agreement:
             also += yield from hosts_of(missing, here)
             found = self._absent(missing, here, "arrive", also)
         else:
-            found = no_decision(self._concludes, here, self._limit)
+            who = "the last of them" if self._number else f"rank {self._first}"
+            found = no_decision(who, here, self._limit)
         yield from self._end()
         return found
-
-    def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
-        """Return where absent ranks wait instead, as they have published."""
-        return (yield from elsewhere(missing, self._base))
 
     # -- the phases after it ------------------------------------------------------------
 
@@ -277,7 +271,7 @@ class Agreement:
     def _drop_failed(self) -> Protocol[None]:
         """Delete what failed agreements before this one have left for late ranks."""
         number = self._number - 1
-        while (yield Get((f"{self._room}/{number}/phase 0/decision",)))[0] is not None:
+        while number >= 0 and (yield Get((f"{self._room}/{number}/phase 0/decision",)))[0]:
             yield from drop_agreement(f"{self._room}/{number}", self._members)
             number -= 1
 
@@ -410,7 +404,7 @@ class Agreement:
         released = f"{rooms[0]}/released"
         if (yield Add(f"{rooms[0]}/gone", 1)) >= decision["present"]:
             for base in rooms:
-                yield from drop_but_decisions(base, self._members)
+                yield from drop_agreement(base, self._members, decisions=False)
             absentees = unpack(decision.get("absent", ""))
             if self._server in self._members and self._server not in {self._me, *absentees}:
                 yield Put(released, b"")
@@ -450,12 +444,14 @@ class Agreement:
 
     def _end(self) -> Protocol[None]:
         """Mark this agreement as over: the next one gets the next number."""
-        yield Cas(self.counter, self._over, str(self._number).encode())
+        if self._number:
+            yield Cas(self.counter, self._over, str(self._number).encode())
 
     def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
         """Wait for a key; after a while publish where."""
-        found: bytes | None = yield WaitKey(key, min(until, (yield Now()) + timeouts().unseen))
-        if found is None and (yield Now()) < until:
+        soon = min(until, (yield Now()) + timeouts().unseen) if self._number else until
+        found: bytes | None = yield WaitKey(key, soon)
+        if found is None and soon < until and (yield Now()) < until:
             place = {"name": self._name, "about": self.about, "at": self._base,
                      "document": "" if self._phase else self._text}  # fmt: skip
             self._published = True

@@ -14,7 +14,7 @@ from typing import Any
 from commgrid.layout.rank_text import describe_ranks, pack
 from commgrid.rendezvous.arrival_bitmap import Arrival, arrive, arrived, counters
 from commgrid.rendezvous.op import Drop, Now, Protocol, WaitKey
-from commgrid.rendezvous.round import Decision, agreed, conclude, drop, round_
+from commgrid.rendezvous.round import Decision, conclude, drop, round_
 from commgrid.rendezvous.timeouts import timeouts
 
 
@@ -55,7 +55,7 @@ class Barriers:
         def decide(absent: Sequence[int], time_is_up: bool) -> Protocol[Mapping[str, Any]]:
             if not time_is_up:
                 yield from self._forget(but=name)  # all ranks have left the earlier ones
-                return (yield from agreed())
+                return {"kind": "agreed"}
             limit = f"within {round(until - began, 1):.3g} s"
             said = f"{describe_ranks(absent)} {did_not} {limit}"
             if not absent:

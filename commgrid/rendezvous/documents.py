@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from commgrid.rendezvous.arrival_bitmap import arrive, arrived, counters
 from commgrid.rendezvous.op import Cas, Drop, Get, Protocol
-from commgrid.rendezvous.round import drop, drop_but_decision
+from commgrid.rendezvous.round import drop
 
 MOST_PHASES = 4
 """Phases of one agreement, comparing included, at most."""
@@ -66,39 +66,22 @@ def merged(holders: Holders) -> Holders:
     return list(once.items())
 
 
-def drop_documents(base: str, ranks: Sequence[int]) -> Protocol[None]:
-    """Delete documents, and the marks of some ranks as holders."""
-    kinds = range(MOST_DOCUMENTS + 2)
-    marked = kinds if ranks else ()
-    marks = [key for kind in marked for key in counters(f"{base}/holders/{kind}", ranks)]
-    yield Drop((*(f"{base}/doc/{kind}" for kind in kinds), *marks))
+def drop_agreement(
+    base: str, ranks: Sequence[int], everything: bool = True, decisions: bool = True
+) -> Protocol[None]:
+    """Delete the keys of an agreement.
 
-
-# -- the end of an agreement --------------------------------------------------------------------
-
-
-def drop_agreement(base: str, ranks: Sequence[int], everything: bool = True) -> Protocol[None]:
-    """Delete the keys of an agreement; with `everything` also counters, as after a failure."""
-    yield from _drop_beside_rounds(base, ranks, everything)
-    for place in _places(base):
-        yield from drop(place, ranks if everything else ())
+    Args:
+        everything: also counters, as after a failure.
+        decisions: False: a late rank still finds them.
+    """
+    kinds, marked = range(MOST_DOCUMENTS + 2), ranks if everything else ()
+    yield Drop((
+        *(f"{base}/doc/{kind}" for kind in kinds),
+        *(key for kind in kinds if marked for key in counters(f"{base}/holders/{kind}", marked)),
+        f"{base}/complete", f"{base}/gone", *counters(f"{base}/left", ranks),
+    ))  # fmt: skip
+    for place in (*(f"{base}/phase {phase}" for phase in range(MOST_PHASES)), f"{base}/lost"):
+        yield from drop(place, marked, decisions)
         if everything:
             yield Drop(tuple(counters(f"{place}/gave up", ranks)))
-
-
-def drop_but_decisions(base: str, ranks: Sequence[int]) -> Protocol[None]:
-    """Delete the keys of a failed agreement; a late rank still finds the decisions."""
-    yield from _drop_beside_rounds(base, ranks, everything=True)
-    for place in _places(base):
-        yield from drop_but_decision(place, ranks)
-        yield Drop(tuple(counters(f"{place}/gave up", ranks)))
-
-
-def _drop_beside_rounds(base: str, ranks: Sequence[int], everything: bool) -> Protocol[None]:
-    yield from drop_documents(base, ranks if everything else ())
-    yield Drop((f"{base}/complete", f"{base}/gone", *counters(f"{base}/left", ranks)))
-
-
-def _places(base: str) -> list[str]:
-    """Keys of all rounds that an agreement may have had."""
-    return [f"{base}/phase {phase}" for phase in range(MOST_PHASES)] + [f"{base}/lost"]

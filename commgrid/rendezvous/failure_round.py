@@ -25,7 +25,7 @@ from commgrid.rendezvous.round import (
     conclude,
     decision_of,
     decoded,
-    drop_but_decision,
+    drop,
     drop_left,
     leave,
     said,
@@ -162,9 +162,10 @@ class Failure:
     def _leave(self) -> Protocol[None]:
         """Leave; the last rank to do so deletes the keys but for the decision."""
         if (yield Add(f"{self._at}/gone", 1)) >= (yield Add(f"{self._at}/reports", 0)):
-            yield from drop_but_decision(self._at, self._members, self._members)
+            yield from drop(self._at, self._members, decision=False)
+            words = (f"{self._at}/said/{rank}" for rank in self._members)
             over = counters(f"{self._at}/over", self._members)
-            yield Drop((f"{self._at}/reports", f"{self._at}/gone", *over))
+            yield Drop((f"{self._at}/reports", f"{self._at}/gone", *words, *over))
 
     def _absent(self) -> Protocol[list[int]]:
         """Observe until all have reported, or time is up; return the absent ranks."""

@@ -112,7 +112,7 @@ class Membership:
             PeerFailedError: `conclude` has refused.
             GridMismatchError: ranks call for different things.
         """
-        past = (yield from self._last()).get("past", {})
+        past = yield from self._past((yield from self._next()))
         if call.after in past and self._me not in unpack(past[call.after]):
             raise _late(call, self._me)
         while True:
@@ -190,10 +190,6 @@ class Membership:
         yield Cas(f"{_BASE}/{(yield from self._next())}/call", b"", OVER)
 
     # -- one call -----------------------------------------------------------------------
-
-    def _last(self) -> Protocol[dict[str, Any]]:
-        """Return the decision of the last call that has one."""
-        return (yield from self._decision((yield from self._next()) - 1))
 
     def _decision(self, number: int) -> Protocol[dict[str, Any]]:
         found = None if number < 1 else (yield Get((f"{_BASE}/{number}/verdict",)))[0]

@@ -83,6 +83,11 @@ Result = TypeVar("Result")
 Protocol = Generator[Op, Any, Result]
 
 
+def one(operation: Op) -> Protocol[Any]:
+    """A protocol of one operation, with its result."""
+    return (yield operation)
+
+
 class StoreLostError(RuntimeError):
     """The store has ended, or an operation was given up without an answer.
 

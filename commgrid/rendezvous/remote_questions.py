@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from commgrid.rendezvous.arrival_bitmap import BLOCK, Arrival, arrive, arrived, counters
-from commgrid.rendezvous.op import Add, Cas, Drop, Get, Now, Protocol, Put, WaitKey
+from commgrid.rendezvous.op import Add, Drop, Get, Now, Protocol, Put, WaitKey
 from commgrid.rendezvous.round import forget, said
 from commgrid.rendezvous.timeouts import timeouts
 
@@ -94,12 +94,6 @@ class Questions:
     def _asked(self, number: int) -> str:
         """Return the key that tells this rank of a question."""
         return f"{_BASE}/{number}/asked/{self._me // BLOCK}"
-
-
-def agreed_name(key: str, proposed: str) -> Protocol[str]:
-    """Return the name that the first rank has proposed."""
-    standing: bytes = yield Cas(key, b"", proposed.encode())
-    return standing.decode()
 
 
 def first(at: str) -> Protocol[bool]:

@@ -37,18 +37,12 @@ REPORTERS = 16
 of them did at once, the store would be slow for the elected one."""
 
 
-def agreed(absent: Sequence[int] = (), time_is_up: bool = False) -> Protocol[Mapping[str, Any]]:
-    """Decide that all members go on."""
-    yield from ()
-    return {"kind": "agreed"}
-
-
 def round_(
     at: str,
     me: int,
     members: Sequence[int],
     until: float,
-    decide: Decide = agreed,
+    decide: Decide,
     *,
     say: bytes | None = None,
     sweep: Sequence[str] = (),
@@ -164,19 +158,11 @@ def drop_left(at: str, members: Sequence[int]) -> Protocol[None]:
     yield Drop((f"{at}/all", *counters(at, members)))
 
 
-def drop(at: str, members: Sequence[int]) -> Protocol[None]:
-    """Delete all keys of a round that is over, except the words of its members."""
-    yield from drop_but_decision(at, members)
-    yield Drop((f"{at}/decision",))
-
-
-def drop_but_decision(
-    at: str, members: Sequence[int], speakers: Sequence[int] = ()
-) -> Protocol[None]:
-    """Delete the keys of a round whose decision ranks may still read."""
+def drop(at: str, members: Sequence[int], decision: bool = True) -> Protocol[None]:
+    """Delete the keys of a round that is over, except words; its decision only if `decision`."""
     yield Drop((
         f"{at}/observer", f"{at}/elected/1", f"{at}/elected/2", *counters(at, members),
-        *(f"{at}/said/{rank}" for rank in speakers),
+        *[f"{at}/decision"] * decision,
     ))  # fmt: skip
 
 

@@ -39,7 +39,6 @@ class FirstAgreement(Agreement):
     def __init__(self, *, token: str, **given: Any) -> None:
         super().__init__(**given)
         self._token = token
-        self._concludes = f"rank {self._first}"
 
     @property
     def incarnation(self) -> str:
@@ -147,23 +146,6 @@ class FirstAgreement(Agreement):
             if len(here) == len(self._members):
                 return True
         return False
-
-    def _end(self) -> Protocol[None]:
-        """Nothing: an epoch whose comparison was decided is never joined again."""
-        yield from ()
-
-    def _drop_failed(self) -> Protocol[None]:
-        """Nothing: rank 0 deletes the epoch before when it has opened one."""
-        yield from ()
-
-    def _wait(self, key: str, until: float) -> Protocol[bytes | None]:
-        """Wait for a key; a world has no other place where ranks may be."""
-        found: bytes | None = yield WaitKey(key, until)
-        return found
-
-    def _elsewhere(self, missing: Sequence[int]) -> Protocol[list[tuple[int, dict[str, Any]]]]:
-        yield from ()
-        return []
 
 
 def left_at(epoch: str) -> str:

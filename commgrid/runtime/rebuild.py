@@ -193,15 +193,17 @@ class _Rebuild:
         if answer is torch_standby.Answer.HERE:
             return
         place = self.registry.place
-        store, server, unsure = torch_standby.first_that_answers(place.standbys, place.own)
-        if store is None:
-            raise _StoreGoneError(
-                f"rebuild of grid {self.name!r}: the store of torch.distributed is gone, and of "
-                f"{len(place.standbys)} standby stores none answers (commgrid keeps some where it "
-                "starts torch.distributed itself); start the job again"
-            )
-        self.unsure = self.unsure or unsure or answer is torch_standby.Answer.SILENT
-        self._move(store, server)
+        for server, address in place.standbys:  # the store before it may be alive for others
+            self.unsure = self.unsure or answer is torch_standby.Answer.SILENT
+            store, answer = torch_standby.connect(address, place.own)
+            if store is not None:
+                self._move(store, server)
+                return
+        raise _StoreGoneError(
+            f"rebuild of grid {self.name!r}: the store of torch.distributed is gone, and of "
+            f"{len(place.standbys)} standby stores none answers (commgrid keeps some where it "
+            "starts torch.distributed itself); start the job again"
+        )
 
     def _move(self, store: Any, server: int | None) -> None:
         self.registry.move_store(store, server)

@@ -171,9 +171,9 @@ class Registry:
             self.store = connect_store(launch, deadline - time.monotonic())
             self.launch = launch
         follow_timeout(self.store, timeout, chosen)
-        self.place = StorePlace(server=0 if launch.is_served_by(0) else None)
+        self.place = StorePlace(server=0 if launch.rank_serves else None)
         # If a launcher's agent serves the store and ends, the launcher ends all ranks as well.
-        others = range(1, launch.world_size) if launch.is_served_by(0) else ()
+        others = range(1, launch.world_size) if launch.rank_serves else ()
         candidates = torch_standby.chosen(others)
         if launch.rank in candidates:
             self.place.own = torch_standby.serve((str(launch.address), launch.port))

@@ -62,10 +62,6 @@ def served(store: Any) -> Any:
     return found
 
 
-def _answer() -> float:
-    return timeouts().answer
-
-
 class PatientStore:
     """A store whose calls end.
 
@@ -77,7 +73,7 @@ class PatientStore:
     def __init__(self, store: Any, patience: Callable[[], float] | None = None) -> None:
         self.raw: Any = store.raw if isinstance(store, PatientStore) else store
         self._client = served(store)  # shared by all prefixes, with its connection and its lock
-        self._patience = patience or _answer
+        self._patience = patience or (lambda: timeouts().answer)
 
     @property
     def timeout(self) -> Any:
@@ -147,36 +143,25 @@ class PatientStore:
 
     def clone(self) -> Any:
         """A further connection, which is torch's own."""
-        self._check_lost()
-        return self.during(self.raw.clone)  # an error of it is not of this connection
+        return self._told_if_lost(self.raw.clone, own=False)
 
     def _ask(self, name: str, *args: Any) -> Any:
         return self._told_if_lost(lambda: getattr(self.raw, name)(*args))
 
-    def _told_if_lost(self, call: Callable[[], Answer], lasts: float = 0.0) -> Answer:
-        """Run a call over this connection; where it is lost, no later one is made."""
-        self._check_lost()
-        try:
-            return self.during(call, lasts)
-        except SilentStoreError:
-            raise
-        except dist.DistNetworkError as error:
-            _LOST[self._client] = str(error)
-            raise
-
-    def _check_lost(self) -> None:
-        if self._client in _LOST:
-            raise dist.DistNetworkError(_LOST[self._client])
-
-    def during(self, call: Callable[[], Answer], lasts: float = 0.0) -> Answer:
-        """Run a call of torch's that asks this store, and return its result.
+    def _told_if_lost(
+        self, call: Callable[[], Answer], lasts: float = 0.0, own: bool = True
+    ) -> Answer:
+        """Run a call over this connection; where it is lost, no later one is made.
 
         Args:
             lasts: seconds that it takes by itself.
+            own: whether its errors are of this connection.
 
         Raises:
             SilentStoreError: it has not returned in time, or an earlier one has not yet.
         """
+        if self._client in _LOST:
+            raise dist.DistNetworkError(_LOST[self._client])
         what = f"the store has not answered for {self._patience():.3g} s"
         owed = _OWED.pop(self._client, None)
         if owed is not None and not owed.is_over(min(self._patience(), timeouts().moment)):
@@ -186,7 +171,12 @@ class PatientStore:
         if not asked.is_over(self._patience() + lasts):
             _OWED[self._client] = asked
             raise SilentStoreError(what)
-        return cast(Answer, asked.answer())
+        try:
+            return cast(Answer, asked.answer())
+        except dist.DistNetworkError as error:
+            if own:
+                _LOST[self._client] = str(error)
+            raise
 
 
 class Asked:

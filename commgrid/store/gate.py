@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError
 from commgrid.layout.rank_text import unpack
 from commgrid.rendezvous.barriers import Barriers
-from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey
+from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey, one
 from commgrid.rendezvous.round import Decision, is_good
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
@@ -249,7 +249,10 @@ class Gate(Store):
         """Wait for an id, which a member has come to write."""
         until = time.monotonic() + self._timeout
         try:
-            while self._run(_seen(key, min(until, time.monotonic() + timeouts().beat))) is None:
+            while True:
+                look = WaitKey(key, min(until, time.monotonic() + timeouts().beat))
+                if self._run(one(look)) is not None:
+                    return
                 self._check()
                 if time.monotonic() > until:
                     raise self._error(
@@ -294,7 +297,3 @@ class Gate(Store):
             return driver.run(protocol)
         finally:
             driver.close()
-
-
-def _seen(key: str, until: float) -> Protocol[bytes | None]:
-    return (yield WaitKey(key, until))  # type: ignore[no-any-return]

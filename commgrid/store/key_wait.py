@@ -137,7 +137,7 @@ _connecting = threading.Lock()
 """Held while a store has another timeout: a clone copies the store's timeout."""
 
 
-class _Wait:
+class _Wait(Asked):
     """A wait under way on a thread.
 
     Args:
@@ -156,32 +156,23 @@ class _Wait:
                 raise dist.DistNetworkError("this process is ending")
             _UNDER_WAY.add(self)
             try:
-                self._call = Asked(self._run, lasts=True)
+                super().__init__(self._wait, lasts=True)
             except BaseException:
                 _UNDER_WAY.discard(self)
                 raise
 
-    def _run(self) -> bytes:
+    def _wait(self) -> bytes:
         try:
             return bytes(self.store.get(self.key))  # empty, if a compare-and-set has ended it
         finally:
             _UNDER_WAY.discard(self)
-
-    def is_over(self, seconds: float = 0.0) -> bool:
-        """Whether it has ended, once so many seconds have passed at most."""
-        return self._call.is_over(seconds)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether its connection was lost."""
-        return self._call.has_failed
 
     def within(self, seconds: float) -> bytes | None:
         """As `Line.within`."""
         if not self.is_over(seconds):
             return None
         self.is_read = True
-        return bytes(self._call.answer())
+        return bytes(self.answer())
 
     def end(self) -> None:
         """End it: a compare-and-set wakes all waits for its key, even if it sets nothing."""

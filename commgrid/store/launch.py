@@ -91,10 +91,6 @@ class Launch:
             hosts_store=rank == 0,
         )._checked()
 
-    def is_served_by(self, rank: int) -> bool:
-        """Whether a rank's process serves the store, and not a launcher's."""
-        return rank == 0 and self.rank_serves
-
     def _checked(self) -> Launch:
         if not 0 <= self.rank < self.world_size:
             raise SpecError(

@@ -5,9 +5,6 @@ from __future__ import annotations
 import re
 import socket
 import time
-from concurrent.futures import Future, InvalidStateError
-from concurrent.futures import wait as wait_for_futures
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -40,9 +37,7 @@ def connect_store(launch: Launch, left: float) -> Any:
             "stopped process), no peer did; find out what did on this rank, or raise "
             "startup_timeout"
         )
-    search = _StoreSearch(launch, time.monotonic() + left)
-    Asked(search.run)
-    store = search.wait(left)
+    store = _StoreSearch(launch, time.monotonic() + left).found_within(left)
     # Under torchrun the agent serves the store and keeps it over restarts, with the keys of earlier
     # attempts. TORCHELASTIC_RESTART_COUNT is no name for an attempt: each agent counts its own.
     return PrefixStore("commgrid", store)
@@ -60,18 +55,6 @@ def follow_timeout(store: Any, timeout: float | None, backend: str) -> None:
     store.set_timeout(limit if timeout is None else timedelta(seconds=timeout))
 
 
-def pause_between_probes(world_size: int) -> float:
-    """Return the seconds between two attempts of a rank to reach the store's port.
-
-    All ranks look until rank 0 serves it, and then all connect at once: a server accepts some
-    20,000 connections a second.
-
-    >>> pause_between_probes(8), pause_between_probes(16_384)
-    (0.05, 0.8192)
-    """
-    return max(0.05, world_size / 20_000)
-
-
 class _StoreSearch:
     """Connecting to a launch's store, in a thread of its own.
 
@@ -84,46 +67,42 @@ class _StoreSearch:
         self._launch, self._deadline = launch, deadline
         self._address, self._port = launch.address, launch.port
         self._where = f"{launch.address}:{launch.port}"
-        self._found: Future[Any] = Future()
+        self._given_up = False
         # For the error.
         self._listens = launch.hosts_store
         self._last = "no answer"
 
-    def wait(self, seconds: float) -> Any:
+    def found_within(self, seconds: float) -> Any:
         """Wait for the store, on the main thread."""
         try:
-            wait_for_futures([self._found], seconds)
-        except BaseException:  # Ctrl-C
-            self._found.cancel()
-            raise
-        if self._found.cancel():
-            raise PeerTimeoutError(self._why(seconds))
-        return self._found.result()
+            asked = Asked(self._run)
+            if not asked.is_over(seconds):
+                raise PeerTimeoutError(self._why(seconds))
+        finally:
+            self._given_up = True  # also by Ctrl-C
+        return asked.answer()
 
-    def run(self) -> None:
+    def _run(self) -> Any:
         """Try until the store is reached or the main thread has given up."""
         # A first connection can get lost where many ranks connect at once: short tries, then
         # longer. The rank that serves the store tries once: torch ends its server with a try that
         # fails, and clients that have connected to it lose it.
         patience = float("inf") if self._launch.hosts_store else 1.0
-        while not self._found.cancelled():
+        while not self._given_up:
             left = max(self._deadline - time.monotonic(), 0.1)
             try:
                 if not self._launch.hosts_store and not self._is_served(min(left, 1.0)):
-                    time.sleep(pause_between_probes(self._launch.world_size))
+                    # Then all ranks connect at once: a server accepts some 20,000 a second.
+                    time.sleep(max(0.05, self._launch.world_size / 20_000))
                     continue
                 self._listens = True
-                self._finish(self._connect(min(patience, left)))
-                return
+                return self._connect(min(patience, left))
             except RuntimeError as error:
                 self._last = first_line(error)
                 if CANNOT_SERVE.search(self._last):
-                    self._finish(self._cannot_serve(error))
-                    return
+                    raise self._cannot_serve() from error
                 patience *= 2
-            except Exception as error:
-                self._finish(error)
-                return
+        return None
 
     def _connect(self, seconds: float) -> Any:
         return TCPStore(
@@ -145,24 +124,15 @@ class _StoreSearch:
             self._last = error.strerror or str(error)
             return False
 
-    def _finish(self, outcome: Any) -> None:
-        with suppress(InvalidStateError):  # the main thread has given up
-            if isinstance(outcome, BaseException):
-                self._found.set_exception(outcome)
-            else:
-                self._found.set_result(outcome)
-
-    def _cannot_serve(self, error: RuntimeError) -> CommGridError:
+    def _cannot_serve(self) -> CommGridError:
         why = self._last
         if "EADDRINUSE" in why:
             why = f"another process there listens on port {self._port} already"
-        failed = CommGridError(
+        return CommGridError(
             f"rank {self._launch.rank} on {socket.gethostname()} cannot serve the store at "
             f"{self._where}: {why}; end that process, as where it is left of an earlier job, or "
             "set MASTER_PORT to a free port on every rank"
         )
-        failed.__cause__ = error
-        return failed
 
     def _why(self, seconds: float) -> str:
         when = f"within startup_timeout ({seconds:.3g} s of it were left; {self._last})"

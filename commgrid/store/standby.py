@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -20,8 +21,7 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.rendezvous import addresses
-from commgrid.rendezvous.op import StoreLostError
+from commgrid.rendezvous.op import Get, Put, StoreLostError, one
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, served
 from commgrid.store.driver import StoreDriver
@@ -71,7 +71,7 @@ def serve(towards: tuple[str, int] | None) -> Standby | None:
     try:
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         token = uuid4().hex
-        StoreDriver(server, 1).run(addresses.publish(_TOKEN, 0, token))
+        StoreDriver(server, 1).run(one(Put(_TOKEN, token.encode())))
     except RuntimeError:
         return None
     own = None if towards is None else address_towards(*towards)
@@ -91,18 +91,20 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
     unheard = _look(host, port)
     if unheard is not None:
         return None, unheard
-    found: list[Any] = []
 
-    def meet() -> None:
+    def meet() -> Any:
         limit = timedelta(seconds=timeouts().connect)
         store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        if StoreDriver(store, 1).run(addresses.seen(_TOKEN, 0)) == token:
-            found.append(store)
+        (found,) = StoreDriver(store, 1).run(one(Get((_TOKEN,))))
+        return store if found == token.encode() else None
 
-    answer = _within(timeouts().connect, meet)
-    if answer is Answer.HERE and not found:
-        return None, Answer.GONE  # another store, on the port that has become free
-    return (found or [None])[0], answer
+    asked = Asked(meet)
+    if not asked.is_over(timeouts().connect):  # torch cannot cancel it
+        return None, Answer.SILENT
+    with suppress(RuntimeError, ValueError):
+        if (store := asked.answer()) is not None:
+            return store, Answer.HERE
+    return None, Answer.GONE  # or another store, on the port that has become free
 
 
 def _look(host: str, port: int) -> Answer | None:
@@ -123,7 +125,7 @@ def _look(host: str, port: int) -> Answer | None:
 def ask(store: Any) -> Answer:
     """Whether a store answers."""
     try:
-        StoreDriver(store, 1).run(addresses.seen(_TOKEN, 0))
+        StoreDriver(store, 1).run(one(Get((_TOKEN,))))
         return Answer.HERE
     except StoreLostError as lost:
         if lost.silent:
@@ -132,18 +134,6 @@ def ask(store: Any) -> Answer:
     if hasattr(store, "host"):  # perhaps only the connection is gone, where a network was cut
         return _look(store.host, store.port) or Answer.SILENT
     return Answer.GONE
-
-
-def _within(seconds: float, call: Callable[[], object]) -> Answer:
-    """Return the result of a store call within some seconds; torch cannot cancel it."""
-    asked = Asked(call)
-    if not asked.is_over(seconds):
-        return Answer.SILENT
-    try:
-        asked.answer()
-    except (RuntimeError, ValueError):
-        return Answer.GONE
-    return Answer.HERE
 
 
 def move_world(left: Any, store: Any) -> Any:
@@ -167,25 +157,3 @@ def move_world(left: Any, store: Any) -> Any:
 def world_in(store: Any) -> Any:
     """WORLD's store of ranks that have moved to a standby store."""
     return PrefixStore(_WORLD, PrefixStore(_KEPT, store))
-
-
-def first_that_answers(
-    standbys: Iterable[tuple[int, str]], own: Standby | None
-) -> tuple[Any, int, bool]:
-    """The first standby that answers.
-
-    Args:
-        standbys: the ranks that serve them, and their addresses.
-        own: what this process serves.
-
-    Returns:
-        Its store, or None; whose it is; and whether one before it was silent, and so may be alive
-        for other ranks.
-    """
-    unsure = False
-    for rank, address in standbys:
-        store, answer = connect(address, own)
-        if store is not None:
-            return store, rank, unsure
-        unsure = unsure or answer is Answer.SILENT
-    return None, -1, unsure
