@@ -172,7 +172,7 @@ class ShardingSpec:
             )
         return DTensor.from_local(
             local, self.mesh, self.placements, run_check=False,
-            shape=torch.Size(shape), stride=_contiguous(shape),
+            shape=torch.Size(shape), stride=torch.empty(tuple(shape), device="meta").stride(),
         )  # fmt: skip
 
     def redistribute(self, tensor: DTensor) -> DTensor:
@@ -290,10 +290,6 @@ def _kind(source: Placement, target: Placement) -> tuple[str, str, str]:
             else ("all_gather", "piece", "whole")
         )
     return ("local", "whole", "piece") if isinstance(target, Shard) else ("local", "whole", "same")
-
-
-def _contiguous(shape: Shape) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def __getattr__(name: str) -> type[RedistributionStep]:

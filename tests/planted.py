@@ -152,8 +152,8 @@ MUTANTS = (
     Mutant(
         "an uneven slice begins after itself",
         "commgrid/collectives/pairs.py",
-        "start, size = sum(sizes[: group.rank()]), sizes[group.rank()]",
-        "start, size = sum(sizes[: group.rank() + 1]) - sizes[0], sizes[group.rank()]",
+        "return tensor.narrow(dim, sum(each[:rank]), each[rank]).contiguous()",
+        "return tensor.narrow(dim, sum(each[: rank + 1]) - each[0], each[rank]).contiguous()",
         ("tests/collectives/test_collectives.py::test_uneven_slices_lie_where_their_sizes_say",),
     ),
     Mutant(
@@ -181,7 +181,7 @@ MUTANTS = (
     Mutant(
         "heads go back to positions in the order they came in",
         "commgrid/context_parallel/heads.py",
-        "rows = take_runs(x.permute(2, 0, 1, 3), inverse(levels.order))",
+        "rows = take_runs(x.permute(2, 0, 1, 3), sorting_runs([levels.order]))",
         "rows = take_runs(x.permute(2, 0, 1, 3), levels.order)",
         ("tests/context_parallel/test_full_attention.py::test_shards_attend_like_the_whole[4]",),
     ),

@@ -87,6 +87,7 @@ class _Work:
 
     def __init__(self, reference: Seen, other: Seen, tolerance: float) -> None:
         self.reference, self.other, self.tolerance = reference, other, tolerance
+        self._loose = max(10 * tolerance, 1e-6)  # of classifications: above rounding, below chance
         self.compared: Counter[str] = Counter()
         self.largest = 0.0
         self._share = _FLOOR.get(other.dtype, _ROUGH_FLOOR)
@@ -116,7 +117,7 @@ class _Work:
         hard = hard or [*self._weights()]
         hard = hard or [*self._buffers()]
         forward = ForwardStep(
-            self.other.grid, step, self.other.ranks, self._theirs, self._mine, self.tolerance
+            self._finding, self.other.ranks, self._theirs, self._mine, self.tolerance
         )
         soft = [*forward.drops(has_parted=bool(hard))]
         if hard:
@@ -182,7 +183,7 @@ class _Work:
             if name in wanted and not joined.apart and float(wanted[name].full.norm()) > floor
         }
         known = sorted(factor for factor in factors.values() if factor is not None)
-        common = _clip_of(known, self._theirs, self._mine, max(10 * self.tolerance, 1e-6))
+        common = _clip_of(known, self._theirs, self._mine, self._loose)
         backward = [event for each in self._theirs.values() for event in each.backward]
         arrived = [name for operation, name, _ in backward if not operation]
         culprits: list[Divergence] = []
@@ -217,7 +218,7 @@ class _Work:
         reduced = {rank: each.reduced.get(name, []) for rank, each in self._mine.items()}
         before = {r: each.before[name] for r, each in self._mine.items() if name in each.before}
         case = Case(
-            joined, before, wanted, self.other.ranks, region, self.tolerance, common, floor,
+            joined, before, wanted, self.other.ranks, region, self._loose, common, floor,
             reduced, _beside(name, self._mine), passed,
         )  # fmt: skip
         verdict = case.judge()

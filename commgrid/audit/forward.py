@@ -8,7 +8,7 @@ only say where a difference begins that losses, gradients or weights have shown.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -25,15 +25,13 @@ class ForwardStep:
     """One step's forward on a grid, beside the reference's.
 
     Args:
-        grid: the text that the user gave.
-        step: which.
+        finding: makes one, of this grid and step.
         ranks: of the grid.
         theirs, mine: the reference's records, and the grid's.
         tolerance: relative.
     """
 
-    grid: str
-    step: int
+    finding: Callable[..., Divergence]
     ranks: GridRanks
     theirs: Records
     mine: Records
@@ -49,12 +47,12 @@ class ForwardStep:
                 if found is not None:
                     name, kind = found
                     said = f"ranks {one} and {other}, as {_WORDS[kind]}"
-                    yield self._finding("dropout", name, kind, (axis,), said)
+                    yield self.finding("dropout", name, kind, (axis,), 1.0, said)
                     return
         drawn = next((key for each in self.mine.values() for key in each.drawn), None)
         if drawn is not None and has_parted:
             said = "the program drops at random, and no two grids draw the same"
-            yield self._finding("dropout", drawn.partition(" ")[2], "dropout", (), said)
+            yield self.finding("dropout", drawn.partition(" ")[2], "dropout", (), 1.0, said)
 
     def _drops_between(self, one: int, other: int) -> tuple[str, str] | None:
         mine, theirs = self.mine[one].drawn, self.mine[other].drawn
@@ -81,11 +79,11 @@ class ForwardStep:
                 ]
                 if axis not in _MODEL_AXES and pairs and all(alike):
                     said = f"all ranks along {axis} are given the same"
-                    yield self._finding("input", name, "not sharded", (axis,), said)
+                    yield self.finding("input", name, "not sharded", (axis,), 1.0, said)
                     return
             axes = tuple(axis for axis in self.ranks.axes() if axis not in _MODEL_AXES)
             said = "its numbers are others than the reference's, over all ranks"
-            yield self._finding("input", name, "batch", axes, said)
+            yield self.finding("input", name, "batch", axes, 1.0, said)
             return
 
     def modules(self) -> Iterator[Divergence]:
@@ -102,10 +100,7 @@ class ForwardStep:
                 tuple(call) for each in self.mine.values() for call in each.within.get(name, ())
             }
             kind, axes, said = self._looks_like(found[key], reference)
-            yield Divergence(
-                self.grid, self.step, "module", name, kind, axes, difference, said,
-                tuple(sorted(calls)),  # type: ignore[arg-type]
-            )  # fmt: skip
+            yield self.finding("module", name, kind, axes, difference, said, sorted(calls))
             return
 
     def _looks_like(self, found: list[float], reference: list[float]) -> tuple[str, Axes, str]:
@@ -130,9 +125,6 @@ class ForwardStep:
         for one, other in combinations(sorted(self.mine), 2):
             if {one, other} <= set(self.ranks.where) and other in self.ranks.along(one, (axis,)):
                 yield one, other
-
-    def _finding(self, what: str, name: str, kind: str, axes: Axes, words: str) -> Divergence:
-        return Divergence(self.grid, self.step, what, name, kind, axes, 1.0, words)
 
 
 _WORDS = {

@@ -28,7 +28,7 @@ class Case:
         reference: the other grid's, after.
         ranks: of this grid.
         region: whose axes say which ranks have copies.
-        tolerance: relative.
+        loose: tolerance of a classification: above rounding, below chance.
         common: the factor that most gradients have alike, such as a clip of the norm gives.
         reduced: the collectives over its memory, by rank.
         beside: what ranks have found that have another expert in its place.
@@ -41,7 +41,7 @@ class Case:
     reference: Joined
     ranks: GridRanks
     region: str
-    tolerance: float
+    loose: float
     common: float
     floor: float
     reduced: Mapping[int, list[list[str]]]
@@ -52,23 +52,18 @@ class Case:
         """The first explanation that fits."""
         if self.after.apart:
             return self._copies()
-        factor = ratio(self.after.full, self.reference.full, self._loose)
+        factor = ratio(self.after.full, self.reference.full, self.loose)
         if factor is not None:
             return self._factor(factor / self.common)
         return self._reduction()
-
-    @property
-    def _loose(self) -> float:
-        """Tolerance of a classification: above rounding, below chance."""
-        return max(10 * self.tolerance, 1e-6)
 
     def _copies(self) -> Cause:
         """Ranks that have other copies: parts of a sum, or anything else."""
         axes = self.ranks.axes_between(self.after.apart, self.region)
         added = summed(self.after.chunks, self.ranks, axes, self.region)
-        total = join(added, self.reference.full.shape, self._loose)
+        total = join(added, self.reference.full.shape, self.loose)
         over = ", ".join(axes)
-        if ratio(total.full, self.reference.full, self._loose) is not None:
+        if ratio(total.full, self.reference.full, self.loose) is not None:
             seen = self._groups()
             if seen:
                 return Cause(
@@ -95,9 +90,9 @@ class Case:
         # Of groups of one size those first that something was reduced over.
         for axes in sorted(subsets, key=lambda axes: not any("_".join(axes) in n for n in names)):
             size = self.ranks.size(axes, self.region)
-            if abs(factor / size - 1) < self._loose:
+            if abs(factor / size - 1) < self.loose:
                 return Cause("reduced twice", axes, f"{said}, the size of {'_'.join(axes)}")
-            if abs(factor * size - 1) < self._loose:
+            if abs(factor * size - 1) < self.loose:
                 return Cause(
                     "not reduced", axes,
                     f"{said}: one over the size of {'_'.join(axes)}; all its ranks have the same, "
@@ -138,8 +133,8 @@ class Case:
         for region in dict.fromkeys((self.region, "dense")):
             for axes in self.ranks.subsets(region):
                 added = summed(self.before, self.ranks, axes, region)
-                total = join(added, self.reference.full.shape, self._loose, self.floor)
-                fits = ratio(total.full, self.reference.full, self._loose) is not None
+                total = join(added, self.reference.full.shape, self.loose, self.floor)
+                fits = ratio(total.full, self.reference.full, self.loose) is not None
                 if fits and not total.apart and bool((total.has == self.reference.has).all()):
                     return axes
         return None
@@ -151,19 +146,19 @@ class Case:
         """
         factors: list[float] = []
         for rank, chunks in self.after.chunks.items():
-            mine = join({0: added.get(rank, [])}, self.reference.full.shape, self._loose)
+            mine = join({0: added.get(rank, [])}, self.reference.full.shape, self.loose)
             for offset, part in chunks:
                 place = slices_of(offset, part)
                 if not bool(mine.has[place].all()):
                     return False
-                factor = ratio(part.double(), mine.full[place], self._loose)
+                factor = ratio(part.double(), mine.full[place], self.loose)
                 if factor is None:
-                    if relative(part.double(), mine.full[place], self.floor) > self._loose:
+                    if relative(part.double(), mine.full[place], self.floor) > self.loose:
                         return False
                     continue
                 factors.append(factor)
         alike = max(factors, default=0) - min(factors, default=0)
-        return bool(factors) and (bool(self.after.apart) or alike <= self._loose * abs(factors[0]))
+        return bool(factors) and (bool(self.after.apart) or alike <= self.loose * abs(factors[0]))
 
     def _groups(self) -> str:
         """The groups that its memory was reduced over."""

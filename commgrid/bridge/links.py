@@ -69,7 +69,7 @@ class BridgeLinks:
     def __init__(
         self, group: PairGroup, cards: Iterable[Card], device: torch.device | str | None
     ) -> None:
-        self.about, self.ranks = group.about, group.ranks
+        self.about, self.ranks = group.name, group.ranks
         self._pair_group, self._group, self._cards = group, group.group, tuple(cards)
         self.device = torch_groups.devices_of(self._group)[-1]
         if device is not None:

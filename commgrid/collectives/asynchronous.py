@@ -110,13 +110,11 @@ def start_reduce_scatter(
     Raises:
         ShapeError: the group's size does not divide the dim, or the sizes do not add up to it.
     """
-    if sizes is not None:
-        check_sizes(tensor, group, dim, sizes)
-        if len(set(sizes)) > 1:
-            return _start_uneven_reduce_scatter(tensor, group, dim, sizes)
-    size = share(tensor, group, dim)
+    each = shares(tensor, group, dim, sizes)
+    if sizes is not None and len(set(sizes)) > 1:
+        return _start_uneven_reduce_scatter(tensor, group, dim, sizes)
     if dim not in (0, -tensor.dim()):
-        tensor = torch.cat(torch.split(tensor, size, dim))
+        tensor = torch.cat(torch.split(tensor, each[0], dim))
     tensor = tensor.contiguous()
     own = tensor.new_empty((tensor.shape[0] // group.size(), *tensor.shape[1:]))
     return _start_reduce_scatter(tensor, group, own)
@@ -194,29 +192,27 @@ def as_output(made: Tensor) -> Tensor:
     return made.view_as(made) if torch.compiler.is_compiling() else made
 
 
-def share(tensor: Tensor, group: ProcessGroup, dim: int) -> int:
-    """Elements of `dim` for each rank.
+def shares(
+    tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int] | None = None
+) -> Sequence[int]:
+    """Elements of `dim` for each rank of a group: as `sizes` says; None: equally many.
 
     Raises:
-        ShapeError: the group's size does not divide the dim.
+        ShapeError: the group's size does not divide the dim, or the sizes are not one for each rank
+            and do not add up.
     """
-    if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
-        raise ShapeError(
-            f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be shared equally among "
-            f"the {group.size()} ranks of group {group.group_desc!r}; expected a multiple of it"
-        )
-    return int(tensor.shape[dim]) // group.size()
-
-
-def check_sizes(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sequence[int]) -> None:
-    """Refuses sizes that are not those of a tensor's slices for the ranks of a group.
-
-    Raises:
-        ShapeError: not one for each rank, or they do not add up.
-    """
+    if sizes is None:
+        if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():
+            raise ShapeError(
+                f"dim {dim} of a tensor of shape {tuple(tensor.shape)} cannot be shared equally "
+                f"among the {group.size()} ranks of group {group.group_desc!r}; expected a "
+                "multiple of it"
+            )
+        return [int(tensor.shape[dim]) // group.size()] * group.size()
     if len(sizes) != group.size() or sum(sizes) != tensor.shape[dim]:
         raise ShapeError(
             f"sizes={list(sizes)} do not share dim {dim} of a tensor of shape "
             f"{tuple(tensor.shape)} among the {group.size()} ranks of group {group.group_desc!r}; "
             "expected a length for each rank, which add up to the dim"
         )
+    return sizes

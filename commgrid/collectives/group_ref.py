@@ -36,17 +36,14 @@ class GroupRef:
             grid = grid or get_grid()
             self.name, self.grid_name = group, grid.name
             self._registered = is_initialized(grid.name) and get_grid(grid.name) is grid
-            self._read(grid)
+            grid.get_group(group)  # raises here rather than at first use
+            self._table = grid._groups
         else:
             self.name, self.grid_name = group.group_desc, ""
             self._bare = group
         self.size = self.group.size()
         self._ranks = dist.get_process_group_ranks(self.group)
         self._rank = self.group.rank()
-
-    def _read(self, grid: HyperCommGrid) -> None:
-        grid.get_group(self.name)  # raises here rather than at first use
-        self._table = grid._groups
 
     @property
     def group(self) -> ProcessGroup:
@@ -67,14 +64,13 @@ class GroupRef:
                     "the grid was destroyed and never registered; "
                     "give the layer a living one, as grid="
                 )
-            self._read(get_grid(self.grid_name))
+            grid = get_grid(self.grid_name)
+            found = grid.get_group(self.name)
         except GridNotInitializedError as error:
             raise GridNotInitializedError(
                 f"{who}its group {self.name!r} is gone with grid {self.grid_name!r}; {error}"
             ) from error
-        found = self._table[self.name]
         if found.size() != self.size:
-            self._table = {}
             raise ShapeError(
                 f"{who}made for group {self.name!r} of {self.size} ranks, but grid "
                 f"{self.grid_name!r} now has it with {found.size()}; build the layer again"
@@ -83,13 +79,13 @@ class GroupRef:
         place = {rank: i for i, rank in enumerate(ranks)}
         moved = [r for i, r in enumerate(self._ranks) if place.get(r, i) != i]
         if moved or found.rank() != self._rank:
-            self._table = {}
             raise ShapeError(
                 f"{who}made at place {self._rank} of group {self.name!r} of ranks {self._ranks}, "
                 f"but grid {self.grid_name!r} now has this rank at place {found.rank()} of ranks "
                 f"{ranks}, where it would take its slice for another; build the layer again, or "
                 "keep the order of the ranks"
             )
+        self._table = grid._groups
         return found
 
     @property
@@ -114,9 +110,6 @@ class GroupRef:
                 "the registry, where it would look for its group again; use commgrid.initialize"
             )
         return {**self.__dict__, "_table": {}}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
     def __repr__(self) -> str:
         return f"{self.name!r} ({self.size} ranks)"

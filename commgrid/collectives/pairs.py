@@ -31,8 +31,7 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
     as_output,
-    check_sizes,
-    share,
+    shares,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -157,13 +156,8 @@ def _sum(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> 
 
 
 def _slice(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:
-    if sizes is None:
-        size = share(tensor, group, dim)
-        start = group.rank() * size
-    else:
-        check_sizes(tensor, group, dim, sizes)
-        start, size = sum(sizes[: group.rank()]), sizes[group.rank()]
-    return tensor.narrow(dim, start, size).contiguous()
+    each, rank = shares(tensor, group, dim, sizes), group.rank()
+    return tensor.narrow(dim, sum(each[:rank]), each[rank]).contiguous()
 
 
 def _gather(tensor: Tensor, group: ProcessGroup, dim: int, sizes: Sizes = None) -> Tensor:

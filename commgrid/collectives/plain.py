@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.asynchronous import (
-    share,
+    shares,
     start_all_gather,
     start_all_to_all,
     start_reduce_scatter,
@@ -105,7 +105,7 @@ def all_to_all(
     """
     members, tensor = resolve(group, grid), tensor.detach()
     if send is None:
-        share(tensor, members, 0)
+        shares(tensor, members, 0)
     elif len(send) != members.size() or sum(send) != tensor.shape[0]:
         raise ShapeError(
             f"send={list(send)} does not share the {tensor.shape[0]} rows of shape "

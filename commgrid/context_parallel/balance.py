@@ -109,12 +109,7 @@ def balanced(
         >>> balanced([1], 3)
         (((0, 1),), (), ())
     """
-    return balance(lengths, parts, Mask(causal, window))
-
-
-def balance(lengths: Iterable[int], parts: int, mask: Mask) -> tuple[Ranges, ...]:
-    """`balanced` with the mask as a value."""
-    sizes, parts = check_lengths(lengths), operator.index(parts)
+    mask, sizes, parts = Mask(causal, window), check_lengths(lengths), operator.index(parts)
     if parts < 1:
         raise SpecError(f"parts={parts}: expected 1 rank or more")
     ends = list(accumulate(sizes))

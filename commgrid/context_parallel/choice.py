@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.plans import first_kv_head
+from commgrid.context_parallel.plans import heads_complaint
 from commgrid.context_parallel.ranges import count
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.context_parallel.tiles import needed
-from commgrid.errors import ShapeError
 from commgrid.layout.axis_names import check_word
 
 WAYS = ("ring", "allgather", "ulysses", "2d")
@@ -123,20 +122,12 @@ def _heads_sent(
 
     parts = sharding.parts
     sent = {"ring": of_keys(sharding, kv_heads)}
-    if shares_heads(heads, kv_heads, parts):
+    if heads_complaint(heads, kv_heads, parts) is None:
         sent["ulysses"] = of_exchanges(parts)
-    if inner and 1 < inner < parts and not parts % inner and shares_heads(heads, kv_heads, inner):
+    splits = inner and 1 < inner < parts and not parts % inner
+    if inner and splits and heads_complaint(heads, kv_heads, inner) is None:
         sent["2d"] = of_exchanges(inner) + of_keys(sharding.merged(inner), max(kv_heads, inner))
     return sent
-
-
-def shares_heads(heads: int, kv_heads: int, size: int) -> bool:
-    """Whether that many ranks can share the heads."""
-    try:
-        first_kv_head(heads, kv_heads, size, 0)
-    except ShapeError:
-        return False
-    return True
 
 
 def way_named(way: str) -> str:

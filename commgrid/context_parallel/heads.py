@@ -36,8 +36,8 @@ from commgrid.collectives.asynchronous import start_all_to_all
 from commgrid.collectives.first_order import first_order
 from commgrid.context_parallel.agreement import names_peers
 from commgrid.context_parallel.balance import Mask
-from commgrid.context_parallel.plans import Step, first_kv_head, ring_steps
-from commgrid.context_parallel.ranges import Ranges, inverse, sorting_runs
+from commgrid.context_parallel.plans import Step, ring_steps
+from commgrid.context_parallel.ranges import Ranges, sorting_runs
 from commgrid.context_parallel.ring import ring_attention
 from commgrid.context_parallel.sharding import SequenceSharding, take_runs
 
@@ -112,7 +112,7 @@ def to_heads(
     size = group.size()
     parts = [q.shape[1] // size, max(k.shape[1] // size, 1)]
     if k.shape[1] < size:
-        used = [first_kv_head(q.shape[1], k.shape[1], size, rank) for rank in range(size)]
+        used = [rank * k.shape[1] // size for rank in range(size)]  # by each rank's queries
         k, v = k[:, used], v[:, used]
     rows = torch.cat([torch.unflatten(x, 1, (size, -1)) for x in (q, k, v)], 2)
     rows = rows.permute(1, 3, 0, 2, 4).flatten(0, 1)  # (rank · own positions, batch, heads, d)
@@ -133,7 +133,7 @@ def to_positions(x: Tensor, levels: Levels, group: ProcessGroup) -> Tensor:
     Returns:
         (batch, heads, own positions, head_size).
     """
-    rows = take_runs(x.permute(2, 0, 1, 3), inverse(levels.order))
+    rows = take_runs(x.permute(2, 0, 1, 3), sorting_runs([levels.order]))  # as they came
     own = levels.sizes[group.rank()]
     arrived: Tensor = _Exchange.apply(rows, group, levels.sizes, (own,) * group.size())  # type: ignore[no-untyped-call]
     by_rank = arrived.view(group.size(), own, *arrived.shape[1:])

@@ -19,8 +19,8 @@ is for rectangles that are the same in every step, those of a sequence of one do
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -45,15 +45,11 @@ def readable(x: Tensor) -> Tensor:
     return x if x.dim() == 0 or x.stride(-1) == 1 else x.contiguous()
 
 
-@contextmanager
-def no_autocast(x: Tensor) -> Iterator[None]:
+def no_autocast(x: Tensor) -> AbstractContextManager[Any]:
     """Within it, operations on tensors like `x` keep their dtypes."""
     kind = x.device.type
-    if not torch.amp.is_autocast_available(kind):
-        yield
-        return
-    with torch.autocast(kind, enabled=False):
-        yield
+    is_known = torch.amp.is_autocast_available(kind)
+    return torch.autocast(kind, enabled=False) if is_known else nullcontext()
 
 
 def _allowed(tile: Tile, device: torch.device) -> Tensor:
@@ -99,6 +95,7 @@ class Kernel(Protocol):
     @staticmethod
     def parts(tiles: Sequence[Tile]) -> Sequence[Any]:
         """The parts that the kernel takes one after the other, each a tile or a `VarlenCall`."""
+        return tiles
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, part: Any, scale: float) -> tuple[Tensor, Tensor]:
@@ -124,13 +121,7 @@ def kernel_for(q: Tensor) -> type[Kernel]:
     return _Products
 
 
-class _TileByTile:
-    @staticmethod
-    def parts(tiles: Sequence[Tile]) -> Sequence[Tile]:
-        return tiles
-
-
-class _OnCpu(_TileByTile):
+class _OnCpu(Kernel):
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, tile: Tile, scale: float) -> tuple[Tensor, Tensor]:
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(
@@ -149,7 +140,7 @@ class _OnCpu(_TileByTile):
         return dq, dk, dv
 
 
-class _Flash:
+class _Flash(Kernel):
     """Rows of all heads, one sequence after the other: (batch · rows, heads, head_size)."""
 
     @staticmethod
@@ -226,7 +217,7 @@ def _cudnn_backward(
     return dq, dk, dv
 
 
-class _Efficient(_TileByTile):
+class _Efficient(Kernel):
     """Takes as many heads of keys as of queries: one query head of each group at a time.
 
     For fp32 only: in half precision its backward ignores the output's strides and reads it by row,
@@ -275,7 +266,7 @@ class _Efficient(_TileByTile):
         return None if bias is None else bias.expand(q.shape[0], q.shape[1], -1, -1)
 
 
-class _Products(_TileByTile):
+class _Products(Kernel):
     """Plain matrix products, where torch has no kernel."""
 
     @staticmethod

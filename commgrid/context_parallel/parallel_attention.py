@@ -26,7 +26,7 @@ from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.choice import choose, way_named
 from commgrid.context_parallel.heads import two_level_attention, two_levels
 from commgrid.context_parallel.kernels import no_autocast, readable
-from commgrid.context_parallel.plans import first_kv_head
+from commgrid.context_parallel.plans import heads_complaint
 from commgrid.context_parallel.sharding import SequenceSharding
 from commgrid.errors import CommGridError, ShapeError, SpecError, UnknownGroupError
 from commgrid.runtime.grid import HyperCommGrid
@@ -94,29 +94,11 @@ def attention(
             f"sharding={sharding!r}: expected a SequenceSharding, which says what each rank holds, "
             "such as SequenceSharding.zigzag(length, parts)"
         )
-    options = _Options(sharding, group, way, causal, window, scale, levels, grid)
-    made: Tensor = _opaque(q, k, v, options)
+    made: Tensor = _opaque(
+        q, k, v, sharding=sharding, group=group, way=way, causal=causal, window=window,
+        scale=scale, levels=levels, grid=grid,
+    )  # fmt: skip
     return made
-
-
-class _Options(NamedTuple):
-    """What `attention` takes beside tensors."""
-
-    sharding: SequenceSharding
-    group: Group
-    way: str
-    causal: bool
-    window: int | None
-    scale: float | None
-    levels: tuple[Group, Group] | None
-    grid: HyperCommGrid | None
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, options: _Options) -> Tensor:
-    members = resolve(options.group, options.grid)
-    q, k, v = (readable(_autocast(x)) for x in (q, k, v))
-    with named_peers(members), no_autocast(q):
-        return _attend_among(members, q, k, v, options)
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -128,52 +110,56 @@ def _autocast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if casts else x
 
 
-def _attend_among(
-    members: ProcessGroup, q: Tensor, k: Tensor, v: Tensor, options: _Options
-) -> Tensor:
-    sharding, group, way, causal, window, scale, levels, grid = options
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, *, sharding: SequenceSharding, group: Group, way: str,
+    causal: bool, window: int | None, scale: float | None, levels: tuple[Group, Group] | None,
+    grid: HyperCommGrid | None,
+) -> Tensor:  # fmt: skip
+    members = resolve(group, grid)
     rank = members.rank()
     about = f"attention over group {members.group_desc!r} of {members.size()} ranks"
-    try:
-        mask, way = Mask(causal, window), way_named(way)
-        pair = _level_groups(group, members, levels, grid, way)
-    except CommGridError as error:
-        with suppress(ShapeError):
-            agree(members, about, (), str(error))  # which the others wait for
-        raise
-    inner = pair.inside.size() if pair is not None else None
-    if sharding.parts == members.size():
-        complaint = _complaint(q, k, v, sharding, rank, way, inner)
-    else:
-        complaint = (
-            f"the sharding is over {sharding.parts} ranks; expected as many as the group has"
+    q, k, v = (readable(_autocast(x)) for x in (q, k, v))
+    with named_peers(members), no_autocast(q):
+        try:
+            mask, way = Mask(causal, window), way_named(way)
+            pair = _level_groups(group, members, levels, grid, way)
+        except CommGridError as error:
+            with suppress(ShapeError):
+                agree(members, about, (), str(error))  # which the others wait for
+            raise
+        inner = pair.inside.size() if pair is not None else None
+        if sharding.parts == members.size():
+            complaint = _complaint(q, k, v, sharding, rank, way, inner)
+        else:
+            complaint = (
+                f"the sharding is over {sharding.parts} ranks; expected as many as the group has"
+            )
+        facts = (
+            ("shardings", sharding.described),
+            ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}, {inner=}"),
+            ("tensors", _shapes(q, k)),
         )
-    facts = (
-        ("shardings", sharding.described),
-        ("options", f"way={way!r}, causal={causal}, window={window}, scale={scale}, {inner=}"),
-        ("tensors", _shapes(q, k)),
-    )
-    agree(members, about, facts, complaint)
-    if way == "auto":
-        way = choose(
-            sharding, heads=q.shape[1], kv_heads=k.shape[1], causal=causal, window=window,
-            inner=inner, device=q.device.type,
-        ).way  # fmt: skip
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    if members.size() == 1 or way in ("ring", "allgather"):
-        inside, across = None, members
-    elif way == "ulysses":
-        inside, across = members, None
-    else:
-        assert pair is not None
-        connect(pair.across)
-        inside, across = pair.inside if pair.inside.size() > 1 else None, pair.across
-    plan = two_levels(sharding, rank, mask, 1 if inside is None else inside.size())
-    ahead = members.size() if way == "allgather" else 1
-    with named_peers(inside):
-        return two_level_attention(
-            q, k, v, levels=plan, inside=inside, across=across, scale=scale, ahead=ahead
-        )
+        agree(members, about, facts, complaint)
+        if way == "auto":
+            way = choose(
+                sharding, heads=q.shape[1], kv_heads=k.shape[1], causal=causal, window=window,
+                inner=inner, device=q.device.type,
+            ).way  # fmt: skip
+        scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+        if members.size() == 1 or way in ("ring", "allgather"):
+            inside, across = None, members
+        elif way == "ulysses":
+            inside, across = members, None
+        else:
+            assert pair is not None
+            connect(pair.across)
+            inside, across = pair.inside if pair.inside.size() > 1 else None, pair.across
+        plan = two_levels(sharding, rank, mask, 1 if inside is None else inside.size())
+        ahead = members.size() if way == "allgather" else 1
+        with named_peers(inside):
+            return two_level_attention(
+                q, k, v, levels=plan, inside=inside, across=across, scale=scale, ahead=ahead
+            )
 
 
 # torch.compile knows no messages between two ranks, and looks no plan up; so it leaves this alone.
@@ -289,9 +275,4 @@ def _complaint(
             "them, or run under torch.autocast"
         )
     size = sharding.parts if way == "ulysses" else inner if way == "2d" else None
-    if size is not None:
-        try:
-            first_kv_head(q.shape[1], k.shape[1], size, 0)
-        except ShapeError as error:
-            return str(error)
-    return None
+    return None if size is None else heads_complaint(q.shape[1], k.shape[1], size)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from commgrid.context_parallel.balance import Mask
 from commgrid.context_parallel.ranges import Ranges, count, runs_of
 from commgrid.context_parallel.tiles import Tile, needed, tiles
-from commgrid.errors import ShapeError
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,16 @@ def ring_steps(
     return tuple(steps)
 
 
-def first_kv_head(heads: int, kv_heads: int, size: int, rank: int) -> int:
-    """The first head of keys and values that the query heads of a rank use.
-
-    Raises:
-        ShapeError: the ranks cannot share the heads.
-
-    Example:
-        >>> [first_kv_head(8, 2, 4, rank) for rank in range(4)]
-        [0, 0, 1, 1]
-    """
+def heads_complaint(heads: int, kv_heads: int, size: int) -> str | None:
+    """Why so many ranks cannot share the heads; None: they can."""
     if heads % size:
-        raise ShapeError(
+        return (
             f"Ulysses shares heads among ranks: {heads} query heads are no multiple of {size} "
             "ranks; use way='ring' or 'allgather', or '2d' with fewer ranks inside"
         )
     if kv_heads % size and size % kv_heads:
-        raise ShapeError(
+        return (
             f"Ulysses shares heads among ranks: {kv_heads} heads of keys neither are a multiple of "
             f"{size} ranks nor divide them; use way='ring' or 'allgather'"
         )
-    return rank * kv_heads // size
+    return None

@@ -111,8 +111,9 @@ def runs_of(part: Ranges, whole: Ranges) -> Ranges:
 def sorting_runs(held: Sequence[Ranges]) -> Ranges:
     """The rows of concatenated buffers, in the order of their positions.
 
-    >>> sorting_runs([((0, 4), (12, 16)), ((4, 12),)])
-    ((0, 4), (8, 16), (4, 8))
+    >>> runs = sorting_runs([((0, 4), (12, 16)), ((4, 12),)])
+    >>> runs, sorting_runs([runs])  # which undoes the order
+    (((0, 4), (8, 16), (4, 8)), ((0, 4), (12, 16), (4, 12)))
     """
     rows, row = [], 0
     for ranges in held:
@@ -120,15 +121,6 @@ def sorting_runs(held: Sequence[Ranges]) -> Ranges:
             rows.append((start, row, row + stop - start))
             row += stop - start
     return joined((first, last) for _, first, last in sorted(rows))
-
-
-def inverse(runs: Ranges) -> Ranges:
-    """The runs that undo an order.
-
-    >>> inverse(((0, 4), (8, 16), (4, 8)))
-    ((0, 4), (12, 16), (4, 12))
-    """
-    return sorting_runs([runs])
 
 
 def joined(runs: Iterable[Range]) -> Ranges:

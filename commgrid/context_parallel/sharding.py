@@ -19,7 +19,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from commgrid.context_parallel.balance import Mask, balance, check_lengths, pairs_of
+from commgrid.context_parallel.balance import Mask, balanced, check_lengths, pairs_of
 from commgrid.context_parallel.ranges import Range, Ranges, count, joined, sorting_runs, union
 from commgrid.errors import ShapeError, SpecError
 from commgrid.wording import several
@@ -137,7 +137,7 @@ class SequenceSharding:
             (((0, 5), (13, 16)), ((5, 13),))
         """
         lengths = check_lengths(lengths)
-        held = balance(lengths, parts, Mask(causal, window))
+        held = balanced(lengths, parts, causal=causal, window=window)
         documents = (0, *accumulate(lengths))
         return cls(documents[-1], held, documents)
 

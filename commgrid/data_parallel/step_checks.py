@@ -16,7 +16,7 @@ from commgrid.errors import CommGridError, SpecError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters.optimizers import refuse_scaler, zero_ranks
 from commgrid.parameters.sharded_module import StepHooks
-from commgrid.torch_compat.mesh import before_unscaling
+from commgrid.torch_compat.mesh import BeforeUnscaling
 
 
 def owned_by(optimizer: torch.optim.Optimizer) -> list[tuple[Reducer, Slot]]:
@@ -125,7 +125,7 @@ STEP_HOOKS = StepHooks(
     lambda: [
         register_optimizer_step_pre_hook(_before_step),
         register_optimizer_step_post_hook(lambda optimizer, *_: mark_used(optimizer)),
-        before_unscaling(check_before_unscaling),
+        BeforeUnscaling(check_before_unscaling),
     ]
 )
 """Before a step, an unreduced gradient raises an error; after it, gradients count as used.

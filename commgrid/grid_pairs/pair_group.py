@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from commgrid.grid_pairs.pairing import Pairing
-from commgrid.health.detector import Watch, WatchedGroup, prepare
+from commgrid.health.detector import Watch
 from commgrid.planning.group_row import GroupOptions
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.store.gate import Hearing
@@ -19,7 +19,7 @@ from commgrid.torch_compat.messages import start_exchange
 from commgrid.torch_compat.peer_errors import as_peer_error
 
 
-class PairGroup:
+class PairGroup(torch_groups.CalledGroup):
     """A communicator of ranks of two grids; watched if the pairing says so.
 
     Made on all of its ranks at once, which connect it and then begin.
@@ -36,6 +36,7 @@ class PairGroup:
             that does not answer.
 
     Attributes:
+        name: `about`.
         group: torch's.
         ranks: of it.
         key: at the store, for it alone.
@@ -53,7 +54,7 @@ class PairGroup:
         connect: bool = False,
         told: Callable[[str, bool], object] = lambda text, late: None,
     ) -> None:
-        self.about, self.ranks, self.key = about, tuple(ranks), pair.key
+        self.name, self.ranks, self.key = about, tuple(ranks), pair.key
         self._told = told
         self._watch: Watch | None = None
         self._addresses: list[tuple[Any, str]] = []
@@ -73,9 +74,8 @@ class PairGroup:
         self._unconnected = {self.group}
         if pair.watched and len(self.ranks) > 1:
             try:
-                watch = prepare(
-                    self.key, self.ranks, timeout, self._wake,
-                    [WatchedGroup(about, self.ranks, self.group)], pair.numbering,
+                watch = Watch(
+                    self.key, self.ranks, timeout, self._wake, [self], pair.numbering,
                     pair.hears_silence,
                 )  # fmt: skip
                 watch.tell_address()
@@ -115,12 +115,12 @@ class PairGroup:
             devices = torch_groups.devices_of(self.group)
             exchanges = torch_groups.connected_by(
                 lambda: [start_exchange(self.group, device) for device in devices],
-                [self.group], timeout, lambda: self.about, self.failure,
+                [self.group], timeout, lambda: self.name, self.failure,
             )  # fmt: skip
             for exchange in exchanges:
                 exchange.wait(timeout)
         except RuntimeError as error:
-            raise as_peer_error(f"{self.about} cannot be connected", error) from error
+            raise as_peer_error(f"{self.name} cannot be connected", error) from error
 
     def begin(self) -> None:
         """All have connected: watch what they do from here on."""

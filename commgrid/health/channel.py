@@ -107,8 +107,7 @@ class ControlChannel:
         self._bell, self._ringer = socket.socketpair()
         self._bell.setblocking(False)
         self._ringer.setblocking(False)
-        self._links: dict[int, list[_Link]] = {}
-        self._unnamed: list[_Link] = []
+        self._links: list[_Link] = []
         self._said: list[Message] = []  # by other threads, to be sent by ours
         self._known: set[str] = set()
         self._lock = threading.Lock()
@@ -177,10 +176,7 @@ class ControlChannel:
     def let_go(self) -> None:
         """Close the sockets in a forked process, in which they would outlive this rank."""
         self._closing = True
-        for link in (*self._all(), *self._unnamed):
-            link.connection.close()
-        for each in (self._listener, self._bell, self._ringer, self._selector):
-            each.close()
+        self._release()
 
     # -- the thread's part --------------------------------------------------------------
 
@@ -199,7 +195,8 @@ class ControlChannel:
                     with suppress(BlockingIOError):
                         self._bell.recv(4096)
                 elif key.fileobj is self._listener:
-                    self._accept(now)
+                    with suppress(OSError):
+                        self._take(self._listener.accept()[0], -1)
                 else:
                     self._read(key.data, now)
             self._send_what_was_said()
@@ -253,15 +250,11 @@ class ControlChannel:
                 self._send(link, {"kind": "dropped", "seconds": self.silent_after})
                 self._drop(link)
                 self._lost(link.rank, "silent")
-        for link in [each for each in self._unnamed if now - each.heard > timeouts().silent / 2]:
-            self._drop(link)
+        for link in list(self._links):
+            if link.rank < 0 and now - link.heard > timeouts().silent / 2:
+                self._drop(link)
         self._look()
         return now
-
-    def _accept(self, now: float) -> None:
-        with suppress(OSError):
-            made, _ = self._listener.accept()
-            self._take(made, -1)
 
     def _hello(self) -> Message:
         return {"kind": "hello", "secret": self._secret, "by": self._me, "at": self.address}
@@ -299,10 +292,7 @@ class ControlChannel:
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link = _Link(made, rank, time.monotonic(), address)
         self._selector.register(made, selectors.EVENT_READ, link)
-        if rank < 0:
-            self._unnamed.append(link)
-        else:
-            self._links.setdefault(rank, []).append(link)
+        self._links.append(link)
 
     def _read(self, link: _Link, now: float) -> None:
         try:
@@ -337,8 +327,6 @@ class ControlChannel:
             if kind != "hello" or message.get("secret") != self._secret:
                 return False
             link.rank, link.address = int(message["by"]), str(message["at"])
-            self._unnamed.remove(link)
-            self._links.setdefault(link.rank, []).append(link)
         elif kind == "bye":
             return False
         elif kind == "dropped":
@@ -376,24 +364,21 @@ class ControlChannel:
             self._drop(link)
 
     def _all(self) -> list[_Link]:
-        return [link for links in self._links.values() for link in links]
+        """Those whose other side has said who it is."""
+        return [link for link in self._links if link.rank >= 0]
 
     def _drop(self, link: _Link) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(link.connection)
         link.connection.close()
-        if link in self._unnamed:
-            self._unnamed.remove(link)
-        held = self._links.get(link.rank, [])
-        if link in held:
-            held.remove(link)
+        if link in self._links:
+            self._links.remove(link)
 
     def _release(self) -> None:
-        for link in (*self._all(), *self._unnamed):
+        for link in self._links:
             link.connection.close()
-        for each in (self._listener, self._bell, self._ringer):
+        for each in (self._listener, self._bell, self._ringer, self._selector):
             each.close()
-        self._selector.close()
         self._links.clear()
 
     def _ring(self) -> None:

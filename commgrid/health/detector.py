@@ -19,17 +19,13 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
 
 from commgrid.errors import SpecError
 from commgrid.health.channel import ControlChannel, Message
 from commgrid.health.late_call import LateCall, Watched
-from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.spec import GridSpec
 from commgrid.rendezvous.op import Drop, Get, Put, StoreLostError, one
 from commgrid.rendezvous.timeouts import timeouts
@@ -51,33 +47,30 @@ class Watch:
     have come, so that it sees losses while the communicators are made.
 
     Args:
-        store: where addresses are exchanged.
-        key: under which; one grid at a time uses it.
-        rank: this one.
+        key: under which addresses are exchanged at the store; one grid at a time uses it.
         ranks: of the grid.
-        timeout: seconds a collective may take.
-        address: of this host, at which the others reach it.
-        communicators: those whose backends are asked whether they have failed.
+        timeout: seconds a collective may take; None: torch's default for WORLD's backend.
         wake: ends waits on the grid's communicators; is given the failure, and whether it is a rank
             that may live.
+        communicators: those whose backends are asked whether they have failed.
+        numbering: of the ranks, with their store; None: WORLD's.
         hears_silence: whether a stopped rank is a failure, besides an ended one.
     """
 
     def __init__(
         self,
-        store: Any,
         key: str,
-        rank: int,
         ranks: range | tuple[int, ...],
-        *,
-        timeout: float,
-        address: str,
-        communicators: Sequence[Watched] = (),
+        timeout: float | None,
         wake: Callable[[str, bool], object],
+        communicators: Sequence[Watched] = (),
+        numbering: torch_world.Numbering | None = None,
         hears_silence: bool = True,
     ) -> None:
-        self._driver, self._at = StoreDriver(store, len(ranks)), f"{key}/watch"
-        self._rank, self._timeout, self._hears_silence = rank, timeout, hears_silence
+        numbering = numbering or torch_world.world_numbering()
+        self._driver, self._at = StoreDriver(numbering.store, len(ranks)), f"{key}/watch"
+        self._rank, self._timeout = numbering.rank, torch_world.group_timeout(timeout)
+        self._hears_silence = hears_silence
         self._communicators, self._wake = communicators, wake
         self._first = threading.Lock()
         self._ended = self._is_published = False
@@ -91,10 +84,11 @@ class Watch:
         self._followers: list[tuple[Watch, str]] = []
         self._followed: list[Watch] = []
         self._links = ControlChannel(
-            rank, ranks, address, timeouts().silent if hears_silence else _NEVER,
+            self._rank, ranks, torch_world.own_address(numbering.store),
+            timeouts().silent if hears_silence else _NEVER,
             hear=self._heard, lost=self._lost, look=self._look,
         )  # fmt: skip
-        self._late_call = LateCall(rank, timeout, self._links.tell)
+        self._late_call = LateCall(self._rank, self._timeout, self._links.tell)
 
     def tell_address(self) -> None:
         """Publish where the others find this rank; one store call."""
@@ -251,8 +245,8 @@ def is_wanted(asked: bool | None, spec: GridSpec, backend: str | None) -> bool:
     """
     if len(spec.grid_ranks) == 1 or torch_world.world_backend() == torch_world.FAKE:
         return False
-    given = {definition.options for definition in spec.definitions.values()}
-    kinds = {kind for options in given for kind in torch_groups.nccl_kinds(backend, options)}
+    backends = {each.options.backend or backend for each in spec.definitions.values()}
+    kinds = {kind for each in backends for kind in torch_groups.nccl_kinds(each)}
     fatal = torch_nccl.ending_at_abort(kinds)
     if asked and fatal:
         raise SpecError(
@@ -269,63 +263,5 @@ def can_watch(backend: str) -> bool:
         backend: of the communicator; "": WORLD's.
     """
     chosen = backend or torch_world.world_backend()
-    kinds = torch_groups.nccl_kinds(chosen, GroupOptions())
+    kinds = torch_groups.nccl_kinds(chosen)
     return chosen != torch_world.FAKE and not torch_nccl.ending_at_abort(kinds)
-
-
-def prepare(
-    key: str,
-    ranks: range | tuple[int, ...],
-    timeout: float | None,
-    wake: Callable[[str, bool], object],
-    communicators: Sequence[Watched] = (),
-    numbering: torch_world.Numbering | None = None,
-    hears_silence: bool = True,
-) -> Watch:
-    """Make the `Watch` of this rank over others.
-
-    A timeout of None is torch's default for WORLD's backend; without a numbering it is WORLD's.
-    """
-    numbering = numbering or torch_world.world_numbering()
-    return Watch(
-        numbering.store,
-        key,
-        numbering.rank,
-        ranks,
-        timeout=torch_world.group_timeout(timeout),
-        address=torch_world.own_address(numbering.store),
-        communicators=communicators,
-        wake=wake,
-        hears_silence=hears_silence,
-    )
-
-
-class CalledGroup:
-    """Base of objects with a group: torch's account of the calls on it."""
-
-    group: ProcessGroup
-
-    def error(self) -> str:
-        """The backend's own error: `timeout`, `connection`, or empty."""
-        return torch_groups.error_of(self.group)
-
-    def calls(self) -> int:
-        """How many collectives this rank has issued on it."""
-        return torch_groups.calls_of(self.group)
-
-    def held(self) -> int:
-        """The number of a call in which a thread is held before the device has it; 0: none."""
-        return torch_groups.held_call(self.group)
-
-    def waits(self) -> bool | None:
-        """Whether a call of this rank is under way on it; None: it does not say."""
-        return torch_groups.has_call_under_way(self.group)
-
-
-@dataclass(frozen=True)
-class WatchedGroup(CalledGroup):
-    """A group as a `Watch` sees it."""
-
-    name: str
-    ranks: Sequence[int]
-    group: ProcessGroup

@@ -23,7 +23,7 @@ _NAMED = 4
 
 
 class Watched(Protocol):
-    """One communicator, as the watch sees it; see `detector.CalledGroup`."""
+    """One communicator, as the watch sees it; see `torch_compat.groups.CalledGroup`."""
 
     @property
     def name(self) -> str: ...
@@ -46,7 +46,6 @@ class LateCall:
 
     def __init__(self, rank: int, timeout: float, tell: Callable[[Message], object]) -> None:
         self._rank, self._timeout, self._tell = rank, timeout, tell
-        self._main = threading.main_thread().ident
         self._on: Watched | None = None
         self._asked_at = 0.0
         self._waiting: set[int] = set()  # ranks with a late call
@@ -130,7 +129,7 @@ class LateCall:
         waits = {each.waits() for each in communicators}
         told = {
             "kind": "stands", "rank": self._rank, "for": int(question["by"]), "call": call,
-            "behind": behind, "where": where_is(self._main),
+            "behind": behind, "where": where_is(),
             "waits": True if True in waits else None if None in waits else False,
         }  # fmt: skip
         self._answers.append(told)
@@ -220,13 +219,9 @@ def _places(found: dict[int, Any], several: bool) -> str:
     )
 
 
-def where_is(thread: int | None) -> str:
-    """Where a thread of this process is: its innermost line outside torch, commgrid and Python.
-
-    Args:
-        thread: its `ident`.
-    """
-    frame = innermost = sys._current_frames().get(thread or 0)
+def where_is() -> str:
+    """Where this process's main thread is: its innermost line outside torch, commgrid, Python."""
+    frame = innermost = sys._current_frames().get(threading.main_thread().ident or 0)
     while frame is not None and not is_programs(frame.f_code.co_filename):
         frame = frame.f_back
     frame = frame or innermost

@@ -16,7 +16,7 @@ from commgrid.parameters.optimizers import (
 )
 from commgrid.parameters.placement import Placement, own_slice, placements
 from commgrid.parameters.sharded_module import REGISTERED, ShardedModule
-from commgrid.torch_compat.mesh import before_ddp, before_unscaling
+from commgrid.torch_compat.mesh import BeforeUnscaling, before_ddp
 
 __all__ = [
     "Distinct",
@@ -36,5 +36,5 @@ __all__ = [
 REGISTERED += [
     lambda: register_optimizer_step_pre_hook(check_before_step),
     lambda: before_ddp(refuse_copying_over_slices),
-    lambda: before_unscaling(check_before_unscaling),
+    lambda: BeforeUnscaling(check_before_unscaling),
 ]

@@ -26,7 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from commgrid.errors import CommGridError
 from commgrid.parameters.sharded_module import StepHooks
 from commgrid.torch_compat.autograd_nodes import running_pass, watch_backward
-from commgrid.torch_compat.mesh import before_unscaling
+from commgrid.torch_compat.mesh import BeforeUnscaling
 
 
 class LossOwner(nn.Module):
@@ -122,7 +122,7 @@ def _refuse(optimizer: Optimizer, *, scaled: bool) -> None:
 _HOOKS = StepHooks(
     lambda: [
         register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse(optimizer, scaled=False)),
-        before_unscaling(lambda _, optimizer: _refuse(optimizer, scaled=True)),
+        BeforeUnscaling(lambda _, optimizer: _refuse(optimizer, scaled=True)),
         watch_backward(),
     ]
 )

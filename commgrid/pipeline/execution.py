@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from commgrid.errors import CommGridError, ShapeError
 from commgrid.pipeline.backward import backward_input
 from commgrid.pipeline.p2p import StageLinks, differentiable, specs_of
-from commgrid.pipeline_schedules.messages import Exchange, Program, message_of
+from commgrid.pipeline_schedules.messages import Exchange, Program
 from commgrid.pipeline_schedules.schedule import (
     Backward,
     BackwardInput,
@@ -163,7 +163,7 @@ class Execution:
             self._action, self._started = step, time.perf_counter()
             made = work.get(type(step), self._backward)(step)
             self.spans[step] = self._started, time.perf_counter()
-            message = message_of(self.schedule, step)
+            message = self.schedule.sent(step)
             if message is not None and self.schedule.num_stages == 1:
                 self.links.hand_over(message, made)
             elif message is not None:

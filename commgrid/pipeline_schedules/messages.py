@@ -17,15 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commgrid.pipeline_schedules.schedule import (
-    BackwardWeight,
-    Computation,
-    Forward,
-    Recv,
-    Schedule,
-    Send,
-    StageMessage,
-)
+from commgrid.pipeline_schedules.schedule import Computation, Recv, Schedule, Send
 from commgrid.pipeline_schedules.simulator import simulate
 
 
@@ -63,7 +55,7 @@ boundary=0, microbatch=0))]
     sends: list[dict[float, list[Send]]] = [{} for _ in schedule.orders]
     recvs: list[dict[float, list[Recv]]] = [{} for _ in schedule.orders]
     for action, (_, when) in spans.items():
-        message = message_of(schedule, action)
+        message = schedule.sent(action)
         if message is None:
             continue
         later = message.boundary + (message.kind == "activation")
@@ -74,35 +66,11 @@ boundary=0, microbatch=0))]
         recv = Recv(stage, chunk, action.microbatch, action.stage, message)
         sends[action.stage].setdefault(when, []).append(send)
         recvs[stage].setdefault(when, []).append(recv)
-    return tuple(
-        _program(
-            [(spans[action][1], action) for action in order],
-            {
-                when: Exchange(tuple(out.get(when, ())), tuple(into.get(when, ())))
-                for when in sorted({*out, *into})
-            },
-        )
-        for order, out, into in zip(schedule.orders, sends, recvs, strict=True)
-    )
-
-
-def _program(order: list[tuple[float, Computation]], exchanges: dict[float, Exchange]) -> Program:
-    """Each exchange after the actions that have ended by its time."""
-    steps: list[Step] = []
-    waiting = list(reversed(exchanges))
-    for end, action in order:
-        while waiting and waiting[-1] < end:
-            steps.append(exchanges[waiting.pop()])
-        steps.append(action)
-    return (*steps, *(exchanges[when] for when in reversed(waiting)))
-
-
-def message_of(schedule: Schedule, action: Computation) -> StageMessage | None:
-    """The message that carries an action's result to another part; None: there is none."""
-    part = schedule.part(action)
-    if isinstance(action, Forward):
-        last = part + 1 == schedule.num_parts
-        return None if last else StageMessage("activation", part, action.microbatch)
-    if isinstance(action, BackwardWeight) or part == 0:
-        return None
-    return StageMessage("gradient", part - 1, action.microbatch)
+    found: list[Program] = []
+    for order, out, into in zip(schedule.orders, sends, recvs, strict=True):
+        timed: list[tuple[float, bool, Step]] = [(spans[each][1], False, each) for each in order]
+        for when in {*out, *into}:  # after the actions that have ended by then
+            exchange = Exchange(tuple(out.get(when, ())), tuple(into.get(when, ())))
+            timed.append((when, True, exchange))
+        found.append(tuple(step for _, _, step in sorted(timed, key=lambda each: each[:2])))
+    return tuple(found)

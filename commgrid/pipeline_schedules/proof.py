@@ -21,9 +21,8 @@ from commgrid.call_analysis.program import Batch, Step, Wait
 from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records.call import Call, Group
 from commgrid.errors import SpecError
-from commgrid.pipeline_schedules.messages import Exchange, Program, message_of, programs
+from commgrid.pipeline_schedules.messages import Exchange, Program, programs
 from commgrid.pipeline_schedules.schedule import (
-    BackwardWeight,
     Computation,
     Forward,
     Recv,
@@ -110,9 +109,9 @@ class _Stage:
             if isinstance(step, Exchange):
                 yield from self._exchange(step)
                 continue
-            needed = self.needs(step)
-            if needed is not None:
-                yield Wait((_name(needed),))
+            needed = self.schedule.needed(step)
+            if needed is not None and self.schedule.num_stages > 1:
+                yield Wait((str(needed),))
             if step in self.final and self.around.copies > 1:
                 handle = f"gradients {step.chunk}"
                 yield Call(self.alike, "all_reduce", handle=handle, where=f"gradients after {step}")
@@ -139,9 +138,9 @@ class _Stage:
             yield Batch(tuple(headers))
             if news:
                 yield Wait(tuple(news))
-        calls = [self._call(action, _name(action.message), ()) for action in actions]
+        calls = [self._call(action, str(action.message), ()) for action in actions]
         yield Batch(tuple(calls))
-        self.leaving += [_name(send.message) for send in step.sends]
+        self.leaving += [str(send.message) for send in step.sends]
         while len(self.leaving) > MOST_LEAVING:
             yield Wait((self.leaving.popleft(),))
 
@@ -149,21 +148,6 @@ class _Stage:
         operation = "send" if isinstance(action, Send) else "recv"
         ranks = self.pipeline.ranks
         return Call(self.pipeline, operation, ranks[action.peer], shape, handle=name, where=name)
-
-    def needs(self, action: Computation) -> StageMessage | None:
-        """The message from another stage that an action takes."""
-        part = self.schedule.part(action)
-        if isinstance(action, BackwardWeight):
-            return None
-        boundary = part - 1 if isinstance(action, Forward) else part
-        if not 0 <= boundary < self.schedule.num_parts - 1 or self.schedule.num_stages == 1:
-            return None
-        kind = "activation" if isinstance(action, Forward) else "gradient"
-        return StageMessage(kind, boundary, action.microbatch)
-
-
-def _name(message: StageMessage) -> str:
-    return str(message)
 
 
 def check_schedule(schedule: Schedule) -> None:
@@ -187,31 +171,25 @@ def check_schedule(schedule: Schedule) -> None:
 def _by_order(schedule: Schedule) -> dict[int, list[Step]]:
     """Each stage's computations alone: it takes what one needs just before, and sends at once."""
     pipeline = Group("pp", tuple(range(schedule.num_stages)))
-    alone = Group("alone", ())
+    tags: dict[StageMessage, int] = {}
     found: dict[int, list[Step]] = {}
     for stage, order in enumerate(schedule.orders):
         steps: list[Step] = []
-        own = _Stage(schedule, stage, pipeline, alone, Around())
-        for action in order:
-            needed, made = own.needs(action), message_of(schedule, action)
+        for action in order if schedule.num_stages > 1 else ():
+            needed, made = schedule.needed(action), schedule.sent(action)
             if needed is not None:
                 other = needed.boundary + (needed.kind == "gradient")
                 peer = schedule.place(other)[0]
                 where = f"the {needed}, before {action}"
-                steps.append(Call(pipeline, "recv", peer, tag=_tag(needed), where=where))
-            if made is not None and schedule.num_stages > 1:
+                tag = tags.setdefault(needed, len(tags))
+                steps.append(Call(pipeline, "recv", peer, tag=tag, where=where))
+            if made is not None:
                 later = made.boundary + (made.kind == "activation")
                 peer = schedule.place(later)[0]
-                steps.append(
-                    Call(pipeline, "send", peer, tag=_tag(made), handle=0, where=f"the {made}")
-                )
+                tag = tags.setdefault(made, len(tags))
+                steps.append(Call(pipeline, "send", peer, tag=tag, handle=0, where=f"the {made}"))
         found[stage] = steps
     return found
-
-
-def _tag(message: StageMessage) -> int:
-    """A number of a message's own."""
-    return 2 * (message.microbatch * 1_000_000 + message.boundary) + (message.kind == "gradient")
 
 
 def prove(schedule: Schedule) -> Verdict:

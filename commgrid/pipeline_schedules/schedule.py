@@ -197,6 +197,20 @@ class Schedule:
         chunk, stage = divmod(part, self.num_stages)
         return stage, chunk
 
+    def sent(self, action: Computation) -> StageMessage | None:
+        """The message that carries an action's result to another part; None: there is none."""
+        return self._message(action, self.part(action) - (not isinstance(action, Forward)))
+
+    def needed(self, action: Computation) -> StageMessage | None:
+        """The message from another part that an action takes; None: there is none."""
+        return self._message(action, self.part(action) - isinstance(action, Forward))
+
+    def _message(self, action: Computation, boundary: int) -> StageMessage | None:
+        if isinstance(action, BackwardWeight) or not 0 <= boundary < self.num_parts - 1:
+            return None
+        kind = "activation" if isinstance(action, Forward) else "gradient"
+        return StageMessage(kind, boundary, action.microbatch)
+
     def __str__(self) -> str:
         chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
         return (

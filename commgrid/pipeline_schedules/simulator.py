@@ -28,6 +28,7 @@ from commgrid.pipeline_schedules.schedule import (
     Computation,
     Forward,
     Schedule,
+    StageMessage,
 )
 
 Seconds = float | Mapping[tuple[int, int], float]
@@ -198,8 +199,9 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
         zb-h1 27.0 0.125 (4, 4, 4, 4)
     """
     times = times or Times()
+    transfer = times.transfer if schedule.num_stages > 1 else 0.0
     spans: dict[Computation, Span] = {}
-    done: dict[tuple[str, int, int], tuple[float, int]] = {}  # when, and on which stage
+    arrived: dict[StageMessage, float] = {}
     at, free = [0] * schedule.num_stages, [0.0] * schedule.num_stages
     moving = True
     while moving:
@@ -207,17 +209,16 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
         for stage, order in enumerate(schedule.orders):
             while at[stage] < len(order):
                 action = order[at[stage]]
-                needs = _needs(schedule, action)
-                if not all(need in done for need in needs):
+                own, needed = _AFTER.get(type(action)), schedule.needed(action)
+                if own and own(stage, action.chunk, action.microbatch) not in spans:
                     break
-                ready = [
-                    when + (times.transfer if where != stage else 0.0)
-                    for when, where in (done[need] for need in needs)
-                ]
-                start = max([free[stage], *ready])
+                if needed and needed not in arrived:
+                    break
+                start = max(free[stage], arrived[needed]) if needed else free[stage]
                 free[stage] = start + times.of(action)
                 spans[action] = (start, free[stage])
-                done[_result(schedule, action)] = (free[stage], stage)
+                if sent := schedule.sent(action):
+                    arrived[sent] = free[stage] + transfer
                 at[stage] += 1
                 moving = True
     stuck = [
@@ -230,22 +231,8 @@ def simulate(schedule: Schedule, times: Times | None = None) -> Simulation:
     return Simulation(schedule, spans, tuple(_peak(order) for order in schedule.orders))
 
 
-def _needs(schedule: Schedule, action: Computation) -> list[tuple[str, int, int]]:
-    """The actions that must end before an action starts."""
-    part, microbatch = schedule.part(action), action.microbatch
-    if isinstance(action, Forward):
-        return [("forward", part - 1, microbatch)] if part > 0 else []
-    if isinstance(action, BackwardWeight):
-        return [("backward", part, microbatch)]
-    needs = [("forward", part, microbatch)]
-    if part + 1 < schedule.num_parts:
-        needs.append(("backward", part + 1, microbatch))
-    return needs
-
-
-def _result(schedule: Schedule, action: Computation) -> tuple[str, int, int]:
-    kinds = {Forward: "forward", BackwardWeight: "weight"}
-    return kinds.get(type(action), "backward"), schedule.part(action), action.microbatch
+_AFTER = {Backward: Forward, BackwardInput: Forward, BackwardWeight: BackwardInput}
+"""The action of the same microbatch and chunk that must end before one starts."""
 
 
 def _peak(order: tuple[Computation, ...]) -> int:

@@ -89,7 +89,7 @@ class OrderCheck:
         self._lock = threading.RLock()
         self._mail = Mailbox(
             self._rank, PatientStore(connection_of(store)),
-            prefix, torch_world.own_address(), self._heard,
+            prefix, torch_world.own_address(torch_world.world_store()), self._heard,
         )  # fmt: skip
         torch_calls.listen(self)
         grid.before_destroy(self.close)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,12 +32,10 @@ from commgrid.resharding.plan import Message, Move
 from commgrid.runtime.named_failures import blamed
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat.messages import (
-    Refused,
-    SharedDevice,
-    Transfer,
-    Transport,
+    Start,
     UnderWay,
     lend,
+    start_copies,
     start_transfers,
     starts_batches,
     wait_for,
@@ -88,22 +87,10 @@ Batch = Sequence[_Parcel]
 """Messages that are started at once."""
 
 
-@dataclass(frozen=True)
-class _Network:
-    """The group's own messages."""
-
-    group: dist.ProcessGroup
-
-    def start(
-        self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
-    ) -> Sequence[UnderWay]:
-        return start_transfers(self.group, sends, recvs, refused)
-
-
 class _Way(NamedTuple):
     """How messages go to some ranks, and what they travel through."""
 
-    transport: Transport
+    start: Start
     ring: RingBuffer
 
 
@@ -174,8 +161,9 @@ class Carrier:
         Raises:
             GoneError: a rank that should send or receive is gone, or does not answer.
         """
-        near = _Way(SharedDevice(self._group), RingBuffer(self._room, self._near_device, lend))
-        far = _Way(_Network(self._group), RingBuffer(self._room, self._device))
+        near_ring = RingBuffer(self._room, self._near_device, lend)
+        near = _Way(partial(start_copies, self._group), near_ring)
+        far = _Way(partial(start_transfers, self._group), RingBuffer(self._room, self._device))
         under_way: deque[_UnderWay] = deque()
         for batch in _batches(self._parcels(), self._batch):
             size = _packed_size(batch)
@@ -222,7 +210,7 @@ class Carrier:
             named = [each.message for each in batch if peer in (None, each.place)]
             return self._explain(error, named)
 
-        works = way.transport.start(sends, recvs, refused)
+        works = way.start(sends, recvs, refused)
         return _UnderWay(batch, buffers, works, room, way)
 
     def _finish(self, under_way: _UnderWay) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch.distributed import ProcessGroup
 
 from commgrid.errors import GridMismatchError
-from commgrid.health.detector import CalledGroup
 from commgrid.planning.group_row import GroupOptions
 from commgrid.planning.plan import PlannedCommunicator
 from commgrid.torch_compat import ended_groups
@@ -22,7 +21,7 @@ from commgrid.torch_compat.peer_errors import as_peer_error
 
 
 @dataclass
-class Communicator(CalledGroup):
+class Communicator(torch_groups.CalledGroup):
     """One communicator of a grid.
 
     Args:
@@ -76,9 +75,11 @@ class Communicator(CalledGroup):
         """
         if self.suspended:
             return False
-        if not self.adopted and not torch_groups.tells_connected(self.group):
+        by_pairs = not self.adopted and torch_groups.connects_by_pairs(self.group)
+        told = None if by_pairs else torch_groups.is_connected(self.group)
+        if told is None and not self.adopted:
             return self.seconds_to_connect is not None and self.group.size() > 1
-        return torch_groups.is_connected(self.group)
+        return told is not False
 
     @property
     def state(self) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from commgrid.errors import CommGridError, GridNotInitializedError, PeerTimeoutError
 from commgrid.health.culprit import missing_ranks
-from commgrid.health.detector import is_wanted, prepare
+from commgrid.health.detector import Watch, is_wanted
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.planning.sockets import check_limits
 from commgrid.planning.spec import GridSpec
@@ -169,7 +169,7 @@ class HyperCommGrid(LiveGroups):
             try:
                 key = f"commgrid/watch/{self._name}@{min(self.spec.grid_ranks)}"
                 wake = partial(self._wake_waiting, under_way=under_way)
-                watch = prepare(key, self.spec.grid_ranks, self._timeout, wake)
+                watch = Watch(key, self.spec.grid_ranks, self._timeout, wake)
             except CommGridError as error:
                 unwatched = error  # raised, and told to the others, when all have arrived
         try:

@@ -161,8 +161,8 @@ class VocabParallelHead(ColumnParallelLinear):
             return logits
         if torch.compiler.is_compiling():  # torch 2.11 cannot write into what another Function made
             return F.pad(logits[..., :real], (0, share - real), value=-torch.inf)
-        masked: Tensor = _Without.apply(logits, real)  # type: ignore[no-untyped-call]
-        return masked
+        logits[..., real:] = -torch.inf
+        return logits
 
 
 def vocabulary_share(vocabulary: int, group: GroupRef) -> int:
@@ -230,21 +230,3 @@ class _Embed(torch.autograd.Function):
         exact = torch.promote_types(weight.dtype, torch.float32)
         made = torch.zeros_like(weight, dtype=exact).index_add_(0, rows, dy.to(exact))
         return None, made.to(weight.dtype), None, None
-
-
-class _Without(torch.autograd.Function):
-    """-inf in the last features, from `real` on, which get no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, real: int) -> Tensor:
-        ctx.real = real
-        ctx.mark_dirty(logits)
-        logits[..., real:] = -torch.inf
-        return logits
-
-    @staticmethod
-    @first_order("a vocabulary-parallel head")
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        gradient = gradient.clone()
-        gradient[..., ctx.real :] = 0
-        return gradient, None

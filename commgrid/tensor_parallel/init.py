@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from operator import sub
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch._subclasses import FakeTensor
 
 from commgrid.collectives.group_ref import GroupRef
 from commgrid.errors import ShapeError, SpecError
+from commgrid.layout.box import common, slices
 from commgrid.torch_compat.messages import version_of
 
 __all__ = ["Init", "draw", "initialize_parameters", "other_random_state", "seed_of"]
@@ -175,44 +177,19 @@ def _fill(
 ) -> None:
     """Fill the part of a full tensor that begins at `starts`, tile by tile."""
     generator = torch.Generator(device="cpu")
-    dims = map(_spans, starts, target.shape, full_shape, tile_shape(full_shape))
-    for spans in product(*dims):
-        corner = [span.corner for span in spans]
-        tile = torch.empty([span.size for span in spans], device="cpu", dtype=torch.float32)
+    own, sides = (tuple(starts), tuple(target.shape)), tile_shape(full_shape)
+    corners = (
+        range(start - start % side, start + size, side)
+        for start, size, side in zip(*own, sides, strict=True)
+    )
+    for corner in product(*corners):
+        size = tuple(map(min, sides, map(sub, full_shape, corner)))  # the last ones are shorter
+        tile = torch.empty(size, device="cpu", dtype=torch.float32)
         # torch's CPU generator keeps 32 bits of a seed: of 100,000 tiles about one pair is equal.
-        fill_tile(tile, generator=generator.manual_seed(seed_of(f"{seed}/{corner}")))
-        target[tuple(span.own for span in spans)] = tile[tuple(span.used for span in spans)]
-
-
-class _Span(NamedTuple):
-    """A tile that a slice touches, along one dim.
-
-    Args:
-        corner: where the tile begins in the full tensor.
-        size: how long it is.
-        used: the part of the tile that lies in the slice.
-        own: the same elements, as a part of the slice.
-    """
-
-    corner: int
-    size: int
-    used: slice
-    own: slice
-
-
-def _spans(start: int, size: int, full: int, side: int) -> list[_Span]:
-    """The tiles that elements `start` to `start + size` of a dim touch.
-
-    Example:
-        >>> [span.own for span in _spans(200, 100, 600, 256)]
-        [slice(0, 56, None), slice(56, 100, None)]
-    """
-    found = []
-    for corner in range(start - start % side, start + size, side):
-        low, high = max(corner, start), min(corner + side, start + size)
-        used, own = slice(low - corner, high - corner), slice(low - start, high - start)
-        found.append(_Span(corner, min(side, full - corner), used, own))
-    return found
+        fill_tile(tile, generator=generator.manual_seed(seed_of(f"{seed}/{list(corner)}")))
+        both = common(own, (corner, size))
+        if both is not None:  # there is, unless the slice is empty
+            target[slices(both, starts)] = tile[slices(both, corner)]
 
 
 def tile_shape(full_shape: Sequence[int]) -> list[int]:

@@ -127,19 +127,13 @@ class _ParallelLinear(ParallelLayer):
         self.in_features, self.out_features = in_features, out_features
         self.skip_bias_add = skip_bias_add
         self._init = init
-        self._owns_weight = weight is None
-        if weight is None:
-            self.weight = self._new_parameter(rows, columns)
-        elif isinstance(weight, nn.Parameter):
-            self._local_shape = (rows, columns)
-            self.tie_weight(weight)
-        else:
-            self.register_parameter("weight", None)
-        if bias:
-            self.bias = self._new_parameter(rows)
-        else:
-            self.register_parameter("bias", None)
         self._local_shape = (rows, columns)
+        self._tied: list[nn.Parameter] = []  # another module's: a list, no parameter of its own
+        own = self._new_parameter(rows, columns) if weight is None else None
+        self.register_parameter("weight", own)
+        if isinstance(weight, nn.Parameter):
+            self.tie_weight(weight)
+        self.register_parameter("bias", self._new_parameter(rows) if bias else None)
         self.reset_parameters()
 
     def tie_weight(self, weight: nn.Parameter) -> None:
@@ -150,14 +144,14 @@ class _ParallelLinear(ParallelLayer):
         Raises:
             ShapeError: it has another shape than this rank's part.
         """
-        self.weight = self._check_weight(weight, *self._local_shape)
-        self._owns_weight, self._tied = False, [weight]  # a list: no parameter of its own
+        self.weight = self._check_weight(weight)
+        self._tied = [weight]
 
-    def _check_weight(self, weight: Tensor, rows: int, columns: int) -> nn.Parameter:
-        if tuple(weight.shape) != (rows, columns):
+    def _check_weight(self, weight: Tensor) -> nn.Parameter:
+        if tuple(weight.shape) != self._local_shape:
             raise ShapeError(
                 f"{self.group.owner}: a weight of shape {tuple(weight.shape)}, expected "
-                f"{(rows, columns)} on each of the {self.group.size} ranks of group "
+                f"{self._local_shape} on each of the {self.group.size} ranks of group "
                 f"{self.group.name!r}"
             )
         return weight  # type: ignore[return-value]
@@ -169,7 +163,7 @@ class _ParallelLinear(ParallelLayer):
                 f"{self.group.owner} was made without a weight (weight=False); give each call one, "
                 f"of shape {self._local_shape}"
             )
-        return weight if given is None else self._check_weight(given, *self._local_shape)
+        return weight if given is None else self._check_weight(given)
 
     def reset_parameters(self) -> None:
         """Draws this rank's slice of a full weight determined by torch's global random state.
@@ -181,12 +175,12 @@ class _ParallelLinear(ParallelLayer):
         bound = 1 / math.sqrt(self.in_features)
         uniform = partial(nn.init.uniform_, a=-bound, b=bound)
         shape = (self.out_features, self.in_features)
-        if not self._owns_weight and self.weight is not None and self.weight is not self._tied[0]:
+        if self._tied and self.weight is not self._tied[0]:
             raise SpecError(
                 f"{self.group.owner}: its weight is no longer the one it was tied to, as after "
                 "to_empty; call tie_weight with the owner's weight again"
             )
-        if self._owns_weight and self.weight is not None:
+        if self.weight is not None and not self._tied:
             draw(self.weight, shape, self._init or uniform, self.shard_dims["weight"], self.group)
         if self.bias is not None:
             fill = uniform if self._init is None else nn.init.zeros_

@@ -90,10 +90,5 @@ def _at_exit() -> None:
         end_process(f"at the end of the program NCCL is still {' and '.join(calls)}")
 
 
-def _forget() -> None:
-    """In a forked process the threads are not there."""
-    _unended.clear()
-
-
 atexit.register(_at_exit)
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_unended.clear)  # in which the threads are not there

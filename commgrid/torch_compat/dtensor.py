@@ -15,10 +15,6 @@ from torch.distributed.tensor import Placement
 
 from commgrid.errors import CommGridError
 
-_PLANNER = "torch.distributed.tensor._redistribute"
-_SPEC = "torch.distributed.tensor._dtensor_spec"
-
-
 Placed = tuple[DeviceMesh, Sequence[Placement]]
 """A mesh, and a placement for each of its dims."""
 
@@ -33,8 +29,8 @@ def steps_of(source: Placed, target: Placed, shape: Sequence[int], dtype: torch.
         CommGridError: this version of torch has no such planner.
     """
     try:
-        planner: Any = import_module(_PLANNER)
-        types: Any = import_module(_SPEC)
+        planner: Any = import_module("torch.distributed.tensor._redistribute")
+        types: Any = import_module("torch.distributed.tensor._dtensor_spec")
         strides = tuple(torch.empty(tuple(shape), device="meta").stride())
         meta = types.TensorMeta(torch.Size(shape), strides, dtype)
         specs = [

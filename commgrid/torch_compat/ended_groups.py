@@ -78,7 +78,6 @@ def wake(
         tell: False where members wait elsewhere, as while they start: gloo's are left alone.
         watched: whether every member does this itself, when its watch tells it of the failure.
     """
-    woken: list[dist.ProcessGroup] = []
     # Each on a thread: NCCL ends a communicator's own kernels, and frees its memory when those of
     # all have ended.
     ending: list[Asked] = []
@@ -86,7 +85,6 @@ def wake(
         if group in _WOKEN or not is_alive(group) or group.size() == 1:
             continue
         _WOKEN.add(group)
-        woken.append(group)
         if tell and runs_on_gloo(group):
             _BROKEN.add(group)
         for backend in nccl_backends(group):

@@ -20,13 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from commgrid.call_records.operations import methods
 from commgrid.rendezvous.timeouts import timeouts
-
-_REDUCTIONS = (
-    "allreduce", "allreduce_coalesced", "reduce", "reduce_scatter", "_reduce_scatter_base",
-    "reduce_scatter_single", "reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced",
-)  # fmt: skip
-"""Methods of a process group whose first argument holds what comes out."""
 
 
 def pretend(folder: Path, earlier: Container[int], patience: float = 60.0) -> None:
@@ -37,8 +32,9 @@ def pretend(folder: Path, earlier: Container[int], patience: float = 60.0) -> No
         earlier: ranks that began before this one; others' numbers are not waited for.
         patience: seconds to wait for a number.
     """
-    for name in _REDUCTIONS:
-        if name in vars(dist.ProcessGroup):  # some are of later versions of torch
+    for name, operation in methods():
+        # The first argument of one that reduces holds what comes out.
+        if operation.reduces and name in vars(dist.ProcessGroup):
             setattr(dist.ProcessGroup, name, _reducing(getattr(dist.ProcessGroup, name)))
     messages = _Messages(folder, earlier, patience)
     kind: Any = dist.ProcessGroup
@@ -58,8 +54,10 @@ def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
         for number, tensor in enumerate(found if many else [found]):
             tensor = tensor.detach()  # torch's own take parameters too
             if scatters:  # torch 2.11's fake backend leaves it unset
-                given_here = args[0][number] if many else args[0]
-                tensor.copy_(_own_part(group, given_here).view_as(tensor))
+                parts = args[0][number] if many else args[0]
+                if not isinstance(parts, list | tuple):
+                    parts = parts.chunk(group.size())
+                tensor.copy_(parts[group.rank()].detach().view_as(tensor))
             if operation == dist.ReduceOp.SUM:
                 tensor.mul_(group.size())
             elif operation == dist.ReduceOp.PRODUCT:
@@ -67,13 +65,6 @@ def _reducing(method: Callable[..., Any]) -> Callable[..., Any]:
         return work
 
     return call
-
-
-def _own_part(group: dist.ProcessGroup, given: Any) -> torch.Tensor:
-    """This rank's part of a tensor that is scattered, or of a list of parts."""
-    parts = given if isinstance(given, list | tuple) else given.chunk(group.size())
-    part: torch.Tensor = parts[group.rank()]
-    return part.detach()
 
 
 class _Messages:

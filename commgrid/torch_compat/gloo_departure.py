@@ -204,15 +204,6 @@ class _Connection:
     number: int
     made: threading.Event = field(default_factory=threading.Event)
 
-    def say(self) -> None:
-        """Send the number.
-
-        Raises:
-            OSError: the connection was refused.
-        """
-        os.write(self.descriptor, struct.pack("q", self.number))
-        self.made.set()
-
 
 class _OpenConnections:
     """The connections that this process has made, on one thread until the other sides answer."""
@@ -245,8 +236,9 @@ def _serve(selector: selectors.BaseSelector) -> None:
 
 def _advance(ready: _Connection, selector: selectors.BaseSelector) -> None:
     if not ready.made.is_set():
-        with suppress(OSError):
-            ready.say()
+        with suppress(OSError):  # it was refused
+            os.write(ready.descriptor, struct.pack("q", ready.number))
+            ready.made.set()
             selector.modify(ready.descriptor, selectors.EVENT_READ, ready)
             return
         ready.made.set()

@@ -177,20 +177,9 @@ class _Places(Mapping[int, int]):
     def __len__(self) -> int:
         return len(self._ranks)
 
-    def items(self) -> _Items:
-        """Global ranks with group ranks."""
-        return _Items(self)
-
-
-class _Items(ItemsView[int, int]):
-    """In order, without a search for each."""
-
-    def __init__(self, places: _Places) -> None:
-        super().__init__(places)
-        self._places = places
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        return zip(self._places, count(), strict=False)
+    def items(self) -> ItemsView[int, int]:
+        """Global ranks with group ranks, without a search for each."""
+        return dict(zip(self._ranks, count(), strict=False)).items()
 
 
 @cache
@@ -211,7 +200,7 @@ def is_connecting(group: dist.ProcessGroup) -> bool:
     """Whether a thread is within NCCL's connecting of a group, which nothing can stop."""
     gate = _GATES.get(group)
     begun = gate is not None and gate.has_begun
-    return begun and torch_nccl.is_called_on(group) and not is_connected(group)
+    return begun and torch_nccl.is_called_on(group) and is_connected(group) is False
 
 
 def _limit(backend: c10d.Backend, options: GroupOptions, timeout: float | None) -> timedelta:
@@ -279,28 +268,17 @@ def host_device(group: dist.ProcessGroup) -> torch.device:
     return min(devices_of(group), key=lambda device: device.type != "cpu")
 
 
-def is_connected(group: dist.ProcessGroup) -> bool:
-    """Whether the members' network connections exist already."""
+def is_connected(group: dist.ProcessGroup) -> bool | None:
+    """Whether the members' network connections exist already; None: torch does not tell."""
     if group.size() == 1 or backend_of(group) == FAKE:
         return False
-    for device in devices_of(group):
-        backend = backend_on(group, device)
-        if torch_nccl.is_connected(backend) is False:
-            return False
-    return True
+    told = {torch_nccl.is_connected(backend_on(group, each)) for each in devices_of(group)}
+    return False if False in told else None if None in told else True
 
 
 def connects_by_pairs(group: dist.ProcessGroup) -> bool:
     """Whether gloo is in it and connects two ranks when they first talk, where commgrid made it."""
     return "gloo" in backend_of(group) and torch_gloo.can_be_lazy()
-
-
-def tells_connected(group: dist.ProcessGroup) -> bool:
-    """Whether torch tells of a group that commgrid made if its members have connected."""
-    if connects_by_pairs(group):
-        return False
-    backends = (backend_on(group, device) for device in devices_of(group))
-    return all(torch_nccl.is_connected(backend) is not None for backend in backends)
 
 
 def addresses(groups: Iterable[dist.ProcessGroup]) -> list[tuple[Any, str]]:
@@ -327,37 +305,40 @@ def runs_on_gloo(group: dist.ProcessGroup) -> bool:
     return "gloo" in kinds and "nccl" not in kinds
 
 
-def nccl_kinds(backend: str | None, options: GroupOptions) -> frozenset[str]:
-    """Return the NCCL backends that a group of these arguments would have, by torch's names."""
-    chosen = options.backend or backend or world_backend()
+def nccl_kinds(backend: str | None) -> frozenset[str]:
+    """Return the NCCL backends that a group would have, by torch's names; None, "": WORLD's."""
+    chosen = backend or world_backend()
     return frozenset() if chosen == FAKE else _parsed(chosen)[2] & {*torch_nccl.NAMES}
 
 
-def error_of(group: dist.ProcessGroup) -> str:
-    """Return the error that a backend has found by itself: `timeout`, `connection` or empty."""
-    for backend in nccl_backends(group):
-        if error := torch_nccl.error_of(backend):
-            return error
-    return ""
+class CalledGroup:
+    """Base of objects with a group: torch's account of the calls on it."""
 
+    group: dist.ProcessGroup
 
-def calls_of(group: dist.ProcessGroup) -> int:
-    """How many collectives NCCL has been given on a group; 0 where it does not run on NCCL."""
-    return sum(each._get_sequence_number_for_group() for each in nccl_backends(group))
+    def error(self) -> str:
+        """The error that a backend has found by itself: `timeout`, `connection` or empty."""
+        for backend in nccl_backends(self.group):
+            if error := torch_nccl.error_of(backend):
+                return error
+        return ""
 
+    def calls(self) -> int:
+        """How many collectives NCCL has been given on it; 0 where it does not run on NCCL."""
+        return sum(each._get_sequence_number_for_group() for each in nccl_backends(self.group))
 
-def held_call(group: dist.ProcessGroup) -> int:
-    """Return the number of a collective that holds a thread, and that no device has; 0: none."""
-    return max((torch_nccl.held_call(each, group) for each in nccl_backends(group)), default=0)
+    def held(self) -> int:
+        """The number of a collective that holds a thread, and that no device has; 0: none."""
+        backends = nccl_backends(self.group)
+        return max((torch_nccl.held_call(each, self.group) for each in backends), default=0)
 
-
-def has_call_under_way(group: dist.ProcessGroup) -> bool | None:
-    """Whether a call of this rank on NCCL has not ended; None where torch does not record it."""
-    gate = _GATES.get(group)
-    if gate is not None and gate.waits:
-        return True
-    found = {torch_nccl.has_call_under_way(each) for each in nccl_backends(group)}
-    return True if True in found else None if None in found else False
+    def waits(self) -> bool | None:
+        """Whether a call of this rank on NCCL has not ended; None where torch has no record."""
+        gate = _GATES.get(self.group)
+        if gate is not None and gate.waits:
+            return True
+        found = {torch_nccl.has_call_under_way(each) for each in nccl_backends(self.group)}
+        return True if True in found else None if None in found else False
 
 
 def nccl_backends(group: dist.ProcessGroup) -> list[Any]:

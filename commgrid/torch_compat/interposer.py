@@ -62,10 +62,7 @@ class Arguments(NamedTuple):
     @property
     def dtype(self) -> str:
         """Of its first tensor; "": it has none."""
-        if not self.tensors:
-            return ""
-        dtype = self.tensors[0].dtype
-        return DTYPES.get(dtype) or str(dtype)
+        return str(self.tensors[0].dtype).removeprefix("torch.") if self.tensors else ""
 
     @property
     def shape(self) -> Sequence[int]:
@@ -76,15 +73,6 @@ class Arguments(NamedTuple):
     def alike(self) -> Alike:
         """The properties that must agree on all ranks."""
         return alike(self.operation, self.dtype, self.size, self.output, self.peer, self.reduction)
-
-
-DTYPES = {
-    getattr(torch, name): name
-    for name in (
-        "float64", "float32", "bfloat16", "float16", "int64", "int32", "int16", "int8", "uint8",
-        "bool",
-    )
-}  # fmt: skip
 
 
 class Listener(Protocol):

@@ -5,7 +5,7 @@
 | `answered_with` | while a root's names are flattened | lets `DeviceMesh._flatten` take a group that exists |
 | `let_names_be_taken` | until `put_back` | asks who made a flattened axis before it refuses its name |
 | `before_ddp` | while a module with slices exists | asks a module about the ranks that it is about to be copied to |
-| `before_unscaling` | while a module with slices or a reducer exists | has a hook before GradScaler reads gradients |
+| `BeforeUnscaling` | while a module with slices or a reducer exists | has a hook before GradScaler reads gradients |
 | `mend_uneven_gathers` | until `put_back` | gathers uneven pieces over a flattened axis in their own sizes, or axis by axis |
 
 `shutdown` calls `put_back`. Patches that last until then are left out on versions of torch outside
@@ -223,15 +223,22 @@ Unscaled = Callable[[torch.amp.GradScaler, torch.optim.Optimizer], None]
 _UNSCALED: list[Unscaled] = []
 
 
-class _Unscaling:
-    """One check before unscaling; the first puts the change to torch in place, the last ends it."""
+class BeforeUnscaling:
+    """Has torch's GradScaler show itself and the optimizer before it reads gradients.
+
+    All ranks come there, before any decides from its own gradients whether to step. The first check
+    puts the change to torch in place, and `remove` of the last one ends it.
+
+    Args:
+        check: raises where that is wrong.
+    """
 
     made: Replaced | None = None
 
     def __init__(self, check: Unscaled) -> None:
         self._check = check
         _UNSCALED.append(check)
-        if _Unscaling.made is None:
+        if BeforeUnscaling.made is None:
             unscale = torch.amp.GradScaler.unscale_
 
             @wraps(unscale)
@@ -240,26 +247,12 @@ class _Unscaling:
                     each(scaler, optimizer)
                 unscale(scaler, optimizer)
 
-            _Unscaling.made = Replaced(torch.amp.GradScaler, "unscale_", unscale, checked)
+            BeforeUnscaling.made = Replaced(torch.amp.GradScaler, "unscale_", unscale, checked)
             torch.amp.GradScaler.unscale_ = checked  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """Check no more."""
         _UNSCALED.remove(self._check)
-        if not _UNSCALED and _Unscaling.made is not None:
-            _Unscaling.made.remove()
-            _Unscaling.made = None
-
-
-def before_unscaling(check: Unscaled) -> _Unscaling:
-    """Has torch's GradScaler show itself and the optimizer before it reads gradients.
-
-    All ranks come there, before any decides from its own gradients whether to step.
-
-    Args:
-        check: raises where that is wrong.
-
-    Returns:
-        A handle, whose `remove` ends it.
-    """
-    return _Unscaling(check)
+        if not _UNSCALED and BeforeUnscaling.made is not None:
+            BeforeUnscaling.made.remove()
+            BeforeUnscaling.made = None

@@ -1,7 +1,7 @@
 """Messages between the ranks of a group: several tensors at once, and who its members are.
 
 NCCL refuses two ranks of one GPU. Such a receiver copies out of the sender's memory
-(`SharedDevice`), which it opens by a CUDA IPC handle; on a CPU it is shared memory.
+(`start_copies`), which it opens by a CUDA IPC handle; on a CPU it is shared memory.
 
     1  sender    says over the group where the numbers are
     2  receiver  copies them, and says over the group that it has
@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,22 +32,6 @@ Transfer = tuple[torch.Tensor, int]
 Refused = Callable[[RuntimeError, int | None], Exception]
 """Makes our error of torch's. Gets that, and the group rank of the message that failed to start, or
 None if it was one of a batch."""
-
-
-class UnderWay(Protocol):
-    """A message that has been started, as torch's `Work`."""
-
-    def wait(self, timeout: timedelta = ...) -> object:
-        """Wait for its end; raises torch's RuntimeError."""
-
-
-class Transport(Protocol):
-    """A way of messages between ranks of a group."""
-
-    def start(
-        self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
-    ) -> Sequence[UnderWay]:
-        """Start messages; return a handle for each, sends first, or one for all."""
 
 
 NCCL_SENDS = (
@@ -166,39 +150,38 @@ _PLACE_BYTES = 4096
 _DEVICE = [*inspect.signature(reductions.rebuild_cuda_tensor).parameters].index("storage_device")
 
 
-@dataclass(frozen=True)
-class SharedDevice:
-    """Messages between processes on one device: the receiver copies out of the sender's memory.
+def start_copies(
+    group: dist.ProcessGroup,
+    sends: Sequence[Transfer],
+    recvs: Sequence[Transfer],
+    refused: Refused,
+) -> list[_Copies]:
+    """Start messages between processes on one device: the receiver copies from the sender's memory.
 
     A tensor that is sent is of bytes in memory that `lend` has made. A send ends when its receiver
     waits for the receive: ranks wait for their starts in one order, and may do both in one start.
 
     Args:
         group: of a backend for CPU tensors, over which ranks say where their numbers are.
+        sends, recvs, refused: as for `start_transfers`.
     """
-
-    group: dist.ProcessGroup
-
-    def start(
-        self, sends: Sequence[Transfer], recvs: Sequence[Transfer], refused: Refused
-    ) -> list[_Copies]:
-        copies = _Copies(self.group)
-        for tensor, peer in sends:
-            place, taken = _place_of(tensor), torch.empty(1, dtype=torch.uint8)
-            copies.held += [place, taken]
-            try:
-                copies.sent.append(self.group.send([place], peer, _PLACE))
-                copies.sent.append(self.group.recv([taken], peer, _TAKEN))
-            except RuntimeError as error:
-                raise refused(error, peer) from error
-        for tensor, peer in recvs:
-            place = torch.empty(_PLACE_BYTES, dtype=torch.uint8)
-            try:
-                told = self.group.recv([place], peer, _PLACE)
-            except RuntimeError as error:
-                raise refused(error, peer) from error
-            copies.received.append((told, place, tensor, peer))
-        return [copies]
+    copies = _Copies(group)
+    for tensor, peer in sends:
+        place, taken = _place_of(tensor), torch.empty(1, dtype=torch.uint8)
+        copies.held += [place, taken]
+        try:
+            copies.sent.append(group.send([place], peer, _PLACE))
+            copies.sent.append(group.recv([taken], peer, _TAKEN))
+        except RuntimeError as error:
+            raise refused(error, peer) from error
+    for tensor, peer in recvs:
+        place = torch.empty(_PLACE_BYTES, dtype=torch.uint8)
+        try:
+            told = group.recv([place], peer, _PLACE)
+        except RuntimeError as error:
+            raise refused(error, peer) from error
+        copies.received.append((told, place, tensor, peer))
+    return [copies]
 
 
 @dataclass
@@ -232,8 +215,14 @@ class _Copies:
         self.sent.clear()  # gloo waits for ever where a send is waited for twice
 
 
+UnderWay = dist.Work | _Copies
+"""A message that has been started."""
+Start = Callable[[Sequence[Transfer], Sequence[Transfer], Refused], Sequence[UnderWay]]
+"""Starts sends and receives; returns a handle for each, sends first, or one for all."""
+
+
 def lend(size: int, device: torch.device) -> torch.Tensor:
-    """Make memory for messages that `SharedDevice` sends.
+    """Make memory for messages that `start_copies` sends.
 
     Args:
         size: its bytes.

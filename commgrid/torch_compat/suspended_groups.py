@@ -30,6 +30,7 @@ from torch._C import _distributed_c10d
 from torch._C._distributed_c10d import HashStore
 from torch.distributed import distributed_c10d as c10d
 
+from commgrid.call_records.operations import methods
 from commgrid.errors import CommGridError, GridDestroyedError, GroupSuspendedError
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.torch_compat import gloo as torch_gloo
@@ -37,15 +38,7 @@ from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
 from commgrid.torch_compat.mesh import replace
 
-_CALLS = (
-    "allreduce", "allreduce_coalesced", "allgather", "_allgather_base", "allgather_coalesced",
-    "allgather_into_tensor_coalesced", "all_gather_single", "all_gather_single_coalesced",
-    "alltoall", "alltoall_base", "all_to_all_single", "barrier", "broadcast", "gather",
-    "gather_single", "gather_into_tensor", "monitored_barrier", "recv", "recv_anysource", "reduce",
-    "reduce_scatter", "_reduce_scatter_base", "reduce_scatter_single",
-    "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send",
-    "_start_coalescing",
-)  # fmt: skip
+_CALLS = (*dict(methods()), "gather_single", "gather_into_tensor", "_start_coalescing")
 """Methods of a ProcessGroup that communicate, in any of torch's versions."""
 
 _LOOK_UPS = ("get_backend", "get_global_rank", "get_group_rank", "get_process_group_ranks")

@@ -197,13 +197,9 @@ def is_joint(group: dist.ProcessGroup) -> bool:
     return bool(_JOINT) and group in _JOINT
 
 
-def own_address(store: Any = None) -> str:
-    """Return this host's address for other hosts: the one from which it reaches a store.
-
-    Args:
-        store: None: WORLD's.
-    """
-    store = served(world_store() if store is None else store)
+def own_address(store: Any) -> str:
+    """Return this host's address for other hosts: the one from which it reaches a store."""
+    store = served(store)
     found = address_towards(store.host, store.port) if hasattr(store, "host") else None
     return outward_address() if found is None else found
 

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-from commgrid.planning.group_row import GroupOptions
 from commgrid.store.hosts import own_host
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
@@ -41,7 +40,7 @@ def shared_devices(barriers: TransferBarriers, backend: str, seconds: float) -> 
     Raises:
         PeerTimeoutError: some ranks did not come.
     """
-    if not torch_groups.nccl_kinds(backend or None, GroupOptions()):
+    if not torch_groups.nccl_kinds(backend):
         return Sharing()
     names = barriers.exchange("device", torch_nccl.device_name(own_host()), seconds)
     if len({*names.values()}) == len(names):

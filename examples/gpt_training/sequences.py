@@ -10,7 +10,7 @@ from torch import Tensor
 
 import commgrid
 from commgrid.context_parallel import SequenceSharding, choose
-from commgrid.context_parallel.choice import shares_heads
+from commgrid.context_parallel.plans import heads_complaint
 from gpt_training.flags import refuse
 
 HEADING = re.compile(rb"^.+\n([*=~-])\1{2,}$", re.M)
@@ -61,7 +61,7 @@ def of_one_text(args: argparse.Namespace) -> SequenceSharding:
 def shared_heads(args: argparse.Namespace, ranks: int) -> bool:
     """Whether so many ranks can share the heads that a tp rank has, and those of its keys."""
     heads, keys = args.heads // args.tp, max(args.kv_heads // args.tp, 1)
-    return shares_heads(heads, keys, ranks)
+    return heads_complaint(heads, keys, ranks) is None
 
 
 def split_of_cp(args: argparse.Namespace) -> dict[str, object]:

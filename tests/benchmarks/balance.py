@@ -19,7 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from commgrid.context_parallel.balance import Mask, balance, pairs_of
+from commgrid.context_parallel.balance import Mask, balanced, pairs_of
 from tests.benchmarks.report import Row, compare, main
 
 LONGEST = 131_072
@@ -49,7 +49,7 @@ def sequences(count: int, ranks: int = 8) -> Iterator[Row]:
         for seed in range(count):
             lengths, mask = documents(kind, seed, 128), Mask()
             total = sum(lengths)
-            held = balance(lengths, ranks, mask)
+            held = balanced(lengths, ranks)
             edges = [total * rank // ranks for rank in range(ranks + 1)]
             pairs.append(busiest([pairs_of(lengths, own, mask) for own in held]))
             cut.append(busiest([pairs_of(lengths, [edge], mask) for edge in pairwise(edges)]))

@@ -10,7 +10,7 @@ from torch import Tensor
 import commgrid
 from commgrid import TransferError
 from commgrid.bridge import Bridge
-from commgrid.torch_compat.messages import SharedDevice
+from commgrid.resharding import transport
 from commgrid.transfer import Transfer
 from tests.gpu.on_gpus import programs_on_gpus
 from tests.transfer.pairs import BF16, HSDP, move, on
@@ -85,14 +85,14 @@ def through_one_gpu(rank: int) -> tuple[list[int], int]:
     """How many numbers are wrong after each run, and how many messages went through memory."""
     torch.cuda.set_device(0)
     torch.set_default_device("cuda")
-    near, start = 0, SharedDevice.start
+    near, start = 0, transport.start_copies
 
-    def started(way: SharedDevice, sends: Any, recvs: Any, refused: Any) -> Any:
+    def started(group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
         nonlocal near
         near += len(sends) + len(recvs)
-        return start(way, sends, recvs, refused)
+        return start(group, sends, recvs, refused)
 
-    SharedDevice.start = started  # type: ignore[method-assign]
+    transport.start_copies = started
     commgrid.join()
     one, other = (commgrid.initialize(name=f"{first}", ranks=[first]) for first in (0, 1))
     held, wrong = torch.zeros(1024, 1024), []

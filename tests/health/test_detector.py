@@ -21,6 +21,7 @@ from commgrid.health.detector import Watch
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.hosts import outward_address
 from commgrid.testing import run_on_ranks
+from commgrid.torch_compat.world import Numbering
 from tests.flags import meet
 from tests.killing import KILLED, kill_me, run_killable
 from tests.waiting import comes, until, until_threads_wait, until_waits
@@ -141,6 +142,8 @@ def test_all_are_watched_or_none() -> None:
 class Counted:
     """A store in this process that counts calls."""
 
+    host, port = "127.0.0.1", 9  # where ranks are reached
+
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
         self.calls = 0
@@ -187,9 +190,8 @@ def watches(
     store = Counted()
     made = [
         Watch(
-            store,  # type: ignore[arg-type]  # as much of it as a watch uses
-            "grid", rank, range(count), timeout=timeout, address="127.0.0.1",
-            communicators=groups.get(rank, []), wake=lambda *_: None,
+            "grid", range(count), timeout, lambda *_: None, groups.get(rank, []),
+            Numbering(rank, store),
         )
         for rank in range(count)
     ]  # fmt: skip

@@ -290,7 +290,7 @@ def test_a_backend_that_ends_the_process_at_an_abort_is_not_watched(
     nccl = SimpleNamespace(Options=options)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     monkeypatch.setattr(torch_world, "world_backend", lambda: "nccl2")
-    monkeypatch.setattr(torch_groups, "nccl_kinds", lambda backend, options: kinds)
+    monkeypatch.setattr(torch_groups, "nccl_kinds", lambda backend: kinds)
     spec = GridSpec.build(tp=2).resolve(4)
     assert is_wanted(None, spec, None) is mended
     assert not is_wanted(False, spec, None)

@@ -631,8 +631,8 @@ def with_a_backend_that_suspends(ends: str) -> None:
     with pytest.MonkeyPatch.context() as nccls:
         nccls.setattr(torch_groups, "backend_of", lambda group: "nccl")
         nccls.setattr(torch_groups, "devices_of", lambda group: [torch.device("cuda", 0)])
-        assert torch_groups.error_of(group) == ""  # which a watch asks all the time
-        assert torch_groups.calls_of(group) == 7
+        assert suspended.error() == ""  # which a watch asks all the time
+        assert suspended.calls() == 7
         if ends == "abort":
             ended_groups.wake([group])
             assert backend.asked == ["suspend", "abort"]

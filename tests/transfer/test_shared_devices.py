@@ -16,7 +16,7 @@ from commgrid.resharding import transport
 from commgrid.testing import run_on_ranks
 from commgrid.torch_compat import groups as torch_groups
 from commgrid.torch_compat import nccl as torch_nccl
-from commgrid.torch_compat.messages import SharedDevice, lend, wait_for
+from commgrid.torch_compat.messages import lend, start_copies, wait_for
 from commgrid.transfer import Part, Transfer
 from tests.killing import kill_me
 from tests.transfer.programs import said
@@ -30,17 +30,17 @@ class Counts:
 
     def __init__(self) -> None:
         self.near = self.far = 0
-        near, far = SharedDevice.start, transport.start_transfers
+        near, far = transport.start_copies, transport.start_transfers
 
-        def start_near(way: SharedDevice, sends: Any, recvs: Any, refused: Any) -> Any:
+        def start_near(group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
             self.near += len(sends) + len(recvs)
-            return near(way, sends, recvs, refused)
+            return near(group, sends, recvs, refused)
 
         def start_far(group: Any, sends: Any, recvs: Any, refused: Any) -> Any:
             self.far += len(sends) + len(recvs)
             return far(group, sends, recvs, refused)
 
-        SharedDevice.start = start_near  # type: ignore[method-assign]
+        transport.start_copies = start_near
         transport.start_transfers = start_far
 
 
@@ -137,14 +137,15 @@ def both_ways(ranks: int) -> bool:
     grid = commgrid.initialize(dp=ranks)
     group, rank = grid.get_group("dp"), grid.rank
     others = [peer for peer in range(ranks) if peer != rank]
-    way, cpu = SharedDevice(group), torch.device("cpu")
+    cpu = torch.device("cpu")
     mine = {peer: lend(8, cpu)[:8].fill_(10 * rank + peer) for peer in others}
     got = {peer: torch.zeros(8, dtype=torch.uint8) for peer in others}
 
     def refused(error: RuntimeError, _: int | None) -> Exception:
         return error
 
-    works = way.start([(mine[p], p) for p in others], [(got[p], p) for p in others], refused)
+    sends, recvs = ([(held[p], p) for p in others] for held in (mine, got))
+    works = start_copies(group, sends, recvs, refused)
     for _ in range(2):  # a second wait does nothing
         for work in works:
             wait_for(work, 20.0)
