@@ -18,7 +18,7 @@ from commgrid.cost_model.cluster import CLUSTERS, Cluster, Device, Level
 from commgrid.cost_model.collective import COLLECTIVES, bus_bandwidth
 from commgrid.cost_model.collective_form import widest
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import canonical, check_word
+from commgrid.layout.axis_names import check_word
 from commgrid.store.hosts import own_host
 from commgrid.torch_compat import groups as torch_groups
 
@@ -94,12 +94,6 @@ class Measured:
 _CONNECT = Effort(iters=1, warmup=1, repeats=1)
 
 
-def whole_name(grid: HyperCommGrid) -> str:
-    """The name of the group of all ranks of a grid: all axes of its dense region."""
-    axes = grid.spec.regions[0].axes
-    return canonical(axes, axes)
-
-
 def bench(
     grid: HyperCommGrid,
     names: Sequence[str] = (),
@@ -118,7 +112,7 @@ def bench(
     its calls, and the slowest rank counts. With CUDA, events on the device's stream tell the time.
 
     Args:
-        grid: with a group of all its ranks (`whole_name`).
+        grid: with a group of all its ranks (`get_group()`).
         names: of groups; none: every communicator of more than one rank, equal ones once.
         collectives: of `cost_model.collective.COLLECTIVES`. A send/receive passes a message to the
             next rank of the group and takes one from the previous.
@@ -138,7 +132,7 @@ def bench(
     """
     for each in collectives:
         check_word("collective ", each, COLLECTIVES)
-    everyone = grid.get_group(whole_name(grid))
+    everyone = grid.get_group()
     device = torch_groups.devices_of(everyone)[0]
     chosen = _chosen(grid, names, everyone)
     hosts = find_hosts(grid)
@@ -303,18 +297,13 @@ def _meet(everyone: ProcessGroup, device: torch.device) -> None:
         dist.barrier(group=everyone)
 
 
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 # -- what it ran on --------------------------------------------------------------------
 
 
 def find_hosts(grid: HyperCommGrid) -> list[int]:
     """By global rank, the number of the host that it runs on, by its name; all ranks call it."""
-    ranks = grid.get_ranks(whole_name(grid))
-    names = gathered(own_host(), grid.get_group(whole_name(grid)))
+    ranks = grid.get_ranks()
+    names = gathered(own_host(), grid.get_group())
     numbers = {name: place for place, name in enumerate(dict.fromkeys(names))}
     found = [0] * (max(ranks) + 1)
     for rank, name in zip(ranks, names, strict=True):
@@ -330,9 +319,9 @@ def find_cluster(grid: HyperCommGrid) -> Cluster:
     Args:
         grid: with a group of all its ranks.
     """
-    everyone = grid.get_group(whole_name(grid))
+    everyone = grid.get_group()
     hosts = find_hosts(grid)
-    per_node = max(Counter(hosts[rank] for rank in grid.get_ranks(whole_name(grid))).values())
+    per_node = max(Counter(hosts[rank] for rank in grid.get_ranks()).values())
     device = torch_groups.devices_of(everyone)[0]
     levels = [Level("node", per_node)]
     if everyone.size() > per_node:
@@ -340,7 +329,7 @@ def find_cluster(grid: HyperCommGrid) -> Cluster:
     told = torch.tensor(_speeds(device), dtype=torch.float64, device=device)
     dist.all_reduce(told, group=everyone)
     flops, copied = (float(each) / everyone.size() for each in told)
-    name, memory = "CPU", _host_memory() / per_node
+    name, memory = "CPU", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / per_node
     source = "all of it measured with float32"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -368,13 +357,8 @@ def _speeds(device: torch.device) -> tuple[float, float]:
     other = torch.zeros_like(block)
 
     def fastest(run: Callable[[], object]) -> float:
-        run()
-        _finish(device)
+        _timed(run, 1, device)
         return min(_timed(run, 4, device) for _ in range(3))
 
     flops = 2 * width**3 / fastest(lambda: one @ one)
     return flops, 2 * block.numel() * ELEMENT / fastest(lambda: other.copy_(block))
-
-
-def _host_memory() -> float:
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

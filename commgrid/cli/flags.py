@@ -30,27 +30,19 @@ def whole(least: int | None = None) -> Whole:
     return read
 
 
-def above_zero(what: str) -> Callable[[str], float]:
-    """Numbers above 0, of which an error says `what`, as `GB above 0`."""
+def above_zero(what: str, least: float = 0.0) -> Callable[[str], float]:
+    """Numbers above 0, from `least` on, of which an error says `what`, as `GB above 0`."""
 
     def read(text: str) -> float:
         try:
             number = float(text)
         except ValueError:
             number = math.nan
-        if not 0 < number < math.inf:
+        if not 0 < number < math.inf or number < least:
             raise argparse.ArgumentTypeError(f"{text}: expected {what}")
         return number
 
     return read
-
-
-def at_least_one(text: str) -> float:
-    """A number from 1 on."""
-    number = above_zero("a number from 1 on")(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: expected a number from 1 on")
-    return number
 
 
 def one_of(*words: str) -> Callable[[str], str]:

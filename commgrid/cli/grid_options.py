@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,47 +19,6 @@ from commgrid.planning.yaml_keys import OPTIONS
 
 if TYPE_CHECKING:
     from commgrid.cost_model.cluster import Cluster
-
-
-def new_command(
-    commands: Any,
-    name: str,
-    *,
-    description: str,
-    examples: str,
-    run: Callable[[argparse.Namespace], int],
-) -> argparse.ArgumentParser:
-    """Adds a command: its help, and `--json`."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON for machines")
-    parser.add_argument("--help-all", action=_HelpAll, help="show the flags that few need, too")
-    parser.set_defaults(run=run)
-    return parser
-
-
-class _HelpAll(argparse.Action):
-    """`--help-all`: prints every flag, and ends."""
-
-    def __init__(self, **about: Any) -> None:
-        super().__init__(**about, nargs=0, default=argparse.SUPPRESS)
-
-    def __call__(self, parser: Any, *_: object) -> None:
-        print(parser.format_help(whole=True), end="")
-        parser.exit()
-
-
-def add_command(commands: Any, name: str, *, world_size: bool = True, **about: Any) -> Any:
-    """Adds a command on a grid: as `new_command`, with the grid's flags."""
-    parser = new_command(commands, name, **about)
-    parser.usage = f"commgrid {name} [GRID.yaml] [--tp N] [--pp N] [--dp N] [--cp N] [flags]"
-    parser.rare = RARE  # type: ignore[attr-defined]
-    add_grid_options(parser, world_size=world_size)
-    return parser
 
 
 def flag_of(key: str) -> str:
@@ -80,6 +39,8 @@ def add_sizes(parser: Any) -> None:
 
 def add_grid_options(parser: argparse.ArgumentParser, *, world_size: bool = True) -> None:
     """Adds the grid's flags."""
+    parser.usage = f"{parser.prog} [GRID.yaml] [--tp N] [--pp N] [--dp N] [--cp N] [flags]"
+    parser.rare = RARE  # type: ignore[attr-defined]
     grid = parser.add_argument_group("grid", "a YAML file, a preset, or sizes; one size may be -1")
     grid.add_argument("yaml", nargs="?", metavar="GRID.yaml", help="a spec, see docs/yaml.md")
     grid.add_argument(
@@ -204,13 +165,14 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
         if option.metavar and key != "ranks" and is_given(args, key)
     }
     changes = read_changes(args.changes)
+    if args.ranks is not None and "ranks" in changes:
+        raise SpecError(f"--ranks {args.ranks} beside --set ranks: give one of them")
     if args.preset is not None:
         if args.yaml is not None:
             raise SpecError(f"--preset {args.preset} beside {args.yaml}: give one of them")
         for key in options:
             if key in changes:
                 raise SpecError(f"{flag_of(key)} beside --set {key}: give one of them")
-        _refuse_ranks_twice(args, changes)
         return GridSpec.from_preset(
             args.preset, ranks=args.ranks, changes={**options, **changes}, **sizes
         )
@@ -221,7 +183,6 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
             own = key.removeprefix("axes.")
             if own in sizes or own in options:
                 raise SpecError(f"{flag_of(own)} beside --set {key}: give one of them")
-        _refuse_ranks_twice(args, changes)
         spec = GridSpec.build(**sizes, **options, ranks=args.ranks)
         return GridSpec.from_dict(changed(spec.to_dict(), changes)) if changes else spec
     if sizes or options:
@@ -230,7 +191,6 @@ def read_spec(args: argparse.Namespace) -> GridSpec:
             f"{beside} beside {args.yaml}: the file describes the whole grid; change it with "
             "--set, as --set axes.tp=2"
         )
-    _refuse_ranks_twice(args, changes)
     spec = GridSpec.from_yaml(args.yaml, changes=changes)
     return spec if args.ranks is None else replace(spec, ranks=as_ranks(args.ranks))
 
@@ -252,11 +212,6 @@ def read_changes(given: Iterable[str]) -> dict[str, Any]:
             raise SpecError(f"--set {text}: {key} is set already; give it once")
         found[key] = value
     return found
-
-
-def _refuse_ranks_twice(args: argparse.Namespace, changes: Mapping[str, Any]) -> None:
-    if args.ranks is not None and "ranks" in changes:
-        raise SpecError(f"--ranks {args.ranks} beside --set ranks: give one of them")
 
 
 def _value(key: str, given: Any) -> Any:

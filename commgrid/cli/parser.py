@@ -94,10 +94,36 @@ def parsers(
     )
     known = [name for name in wanted if name in COMMANDS]
     for name in known:
-        importlib.import_module(f"commgrid.cli.commands.{name}").add_parser(commands)
+        _add_command(commands, name)
     for name in () if known else COMMANDS:  # for the error of a word that is none of them
         commands.add_parser(name, add_help=False)
     return parser, commands.choices
+
+
+def _add_command(commands: Any, name: str) -> None:
+    """Adds a command: its help, `--json`, and the flags of its module."""
+    module = importlib.import_module(f"commgrid.cli.commands.{name}")
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        description=module.DESCRIPTION,
+        epilog=module.EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON for machines")
+    parser.add_argument("--help-all", action=_HelpAll, help="show the flags that few need, too")
+    parser.set_defaults(run=module.run)
+    module.add_options(parser)
+
+
+class _HelpAll(argparse.Action):
+    """`--help-all`: prints every flag, and ends."""
+
+    def __init__(self, **about: Any) -> None:
+        super().__init__(**about, nargs=0, default=argparse.SUPPRESS)
+
+    def __call__(self, parser: Any, *_: object) -> None:
+        print(parser.format_help(whole=True), end="")
+        parser.exit()
 
 
 def _listed() -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from commgrid.cost_model.collective_form import Fit, Link, Span, fits_from
+from commgrid.cost_model.collective_form import Fit, Link, Span
 from commgrid.errors import SpecError
 from commgrid.layout.axis_names import nearest
 from commgrid.layout.ranks import highest_rank, whole_number
@@ -234,23 +234,15 @@ class Cluster:
             )
 
     def check_placed(self, spec: GridSpec) -> None:
-        """Refuse a grid of which rank r does not run on device r: see the two others.
+        """Refuse a grid of which rank r cannot run on device r; listed ranks need not fill nodes.
 
         Raises:
             SpecError: its ranks do not fill nodes, or are more than there are devices.
         """
         if spec.ranks is None:
             self.check_world(spec.world_size)
-        else:
-            self.check_ranks(spec.grid_ranks)
-
-    def check_ranks(self, ranks: range | tuple[int, ...]) -> None:
-        """Refuse listed ranks beyond the cluster's devices.
-
-        Raises:
-            SpecError: naming the highest.
-        """
-        largest, last = self.unit_size(len(self.levels) - 1), highest_rank(ranks)
+            return
+        largest, last = self.unit_size(len(self.levels) - 1), highest_rank(spec.ranks)
         if last >= largest:
             raise SpecError(
                 f"ranks: rank {last} is beyond the {int(largest)} devices of cluster "
@@ -288,6 +280,9 @@ class Cluster:
                     flag(key, level, "measured"),
                 )
             )
+        fits = config.get("fits", [])
+        if not isinstance(fits, list):
+            raise SpecError(f"fits={fits!r}: expected a list, as `fit_cluster.py` writes it")
         names = [level.name for level in made]
         if twice := next((name for name in names if names.count(name) > 1), None):
             raise SpecError(f"levels: {twice!r} is the name of two; names must differ")
@@ -304,7 +299,7 @@ class Cluster:
             ),
             levels=tuple(made),
             source=str(config.get("source", "")),
-            fits=fits_from(config.get("fits", [])),
+            fits=tuple(Fit.from_dict(f"fits[{n}]", each) for n, each in enumerate(fits)),
         )
         for one in cluster.fits:
             cluster.find_level(one.level)

@@ -309,16 +309,5 @@ def _check_rest(key: str, rest: object) -> None:
             above_zero(f"{key}.{ranks}.", curve, size)
 
 
-def fits_from(config: object) -> tuple[Fit, ...]:
-    """The fits of a cluster's mapping.
-
-    Raises:
-        SpecError: what is no list of fits.
-    """
-    if not isinstance(config, list):
-        raise SpecError(f"fits={config!r}: expected a list, as `fit_cluster.py` writes it")
-    return tuple(Fit.from_dict(f"fits[{n}]", each) for n, each in enumerate(config))
-
-
 def _short(number: float) -> float:
     return float(f"{number:.6g}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 
 from commgrid.cost_model.calibration import Calibration
 from commgrid.cost_model.cluster import Cluster
@@ -69,17 +69,11 @@ class Machine:
     cluster: Cluster
     calibration: Calibration
     layers: dict[Hashable, LayerCost] = field(default_factory=dict, compare=False, repr=False)
-    times: dict[Hashable, float] = field(default_factory=dict, compare=False, repr=False)
-    placements: dict[GridSpec, GridPlacement] = field(
-        default_factory=dict, compare=False, repr=False
-    )
 
-    def placement(self, spec: GridSpec) -> GridPlacement:
+    @cached_property
+    def placement(self) -> Callable[[GridSpec], GridPlacement]:
         """Where the ranks of a grid lie, rank r on device r; see `of_spec`."""
-        known = self.placements.get(spec)
-        if known is None:
-            known = self.placements[spec] = of_spec(spec, self.cluster)
-        return known
+        return cache(partial(of_spec, cluster=self.cluster))
 
     @cached_property
     def reached(self) -> Cluster:
@@ -150,13 +144,10 @@ class Machine:
         """Seconds in which so many bytes go through the device's memory."""
         return count / (self.cluster.accelerator.memory_bandwidth * self.calibration.memory)
 
-    def collective(self, name: str, size: float, spread: Spread) -> float:
-        """Seconds of a collective at the share of its links that is reached."""
-        known = self.times.get((name, size, spread))
-        if known is None:
-            known = collective_time(name, size, spread, self.reached)
-            self.times[name, size, spread] = known
-        return known
+    @cached_property
+    def collective(self) -> Callable[[str, float, Spread], float]:
+        """Seconds of a collective by name, bytes and spread, at the share of its links reached."""
+        return cache(partial(collective_time, cluster=self.reached))
 
 
 @dataclass(frozen=True)

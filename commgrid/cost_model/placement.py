@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
 from commgrid.cost_model.cluster import Cluster, Hosts
@@ -78,32 +78,6 @@ class GridPlacement:
 _INSTEAD = {"etp": "tp", "edp": "dp_cp", "edp_shard": "dp_shard_cp"}
 
 
-def span_of(cluster: Cluster, axes: Axes, world: int) -> Span:
-    """How the groups along axes lie; the group that crosses most counts.
-
-    Args:
-        axes: size and stride of each.
-        world: ranks there are.
-
-    >>> from commgrid.cost_model.cluster import CLUSTERS
-    >>> span_of(CLUSTERS["h100"], ((4, 8), (2, 1)), 32).spread
-    (2, 4)
-    """
-    axes = tuple((size, stride) for size, stride in axes if size > 1)
-    return _closed(cluster, axes) or _counted(cluster, axes, world)
-
-
-def load_along(cluster: Cluster, axes: Axes, world: int) -> Load:
-    """The load of the groups along axes; arguments as of `span_of`."""
-    axes = tuple((size, stride) for size, stride in axes if size > 1)
-    span = _closed(cluster, axes)
-    if span is not None:
-        return _even_load(span, cluster, world)
-    check_counted(world)
-    place = _counted(cluster, axes, world).place
-    return _load(_groups_along(axes, world), place, lambda rank: cluster.unit(place - 1, rank))
-
-
 def _even_load(span: Span, cluster: Cluster, world: int) -> Load:
     """Of groups that lie alike."""
     if span.place == 0:
@@ -162,7 +136,7 @@ def _counted(cluster: Cluster, axes: Axes, world: int) -> Span:
         default=1,
     )  # fmt: skip
     starts: dict[int, int] = {}
-    for start in _starts(axes, world):
+    for start in RankSet(0, tuple(_between(axes, world))):
         starts.setdefault(start % largest, start)
         if len(starts) == largest:
             break
@@ -170,18 +144,6 @@ def _counted(cluster: Cluster, axes: Axes, world: int) -> Span:
     return widest(
         {cluster.span([start + offset for offset in offsets]) for start in starts.values()}
     )
-
-
-def _groups_along(axes: Axes, world: int) -> Iterator[list[int]]:
-    """The ranks of every group along axes."""
-    offsets = RankSet(0, tuple(Mode(*axis) for axis in axes))[:]
-    for start in _starts(axes, world):
-        yield [start + offset for offset in offsets]
-
-
-def _starts(axes: Axes, world: int) -> RankSet:
-    """The first rank of every group along axes."""
-    return RankSet(0, tuple(_between(axes, world)))
 
 
 def _between(axes: Axes, world: int) -> Iterator[Mode]:
@@ -214,29 +176,37 @@ class RankPlaces:
         self.spec, self.cluster, self.hosts = spec, cluster, hosts
         self._is_numbered = hosts is None and spec.ranks is None
         self._known: dict[Hashable, tuple[Span, Load]] = {}
-        self._unit_of: dict[int, dict[int, int]] = {}
+        self._units = cache(self._looked_up)
 
     def span(self, group: GroupDef) -> Span:
         """The span of a name's groups: the widest."""
         modes = self._modes(group)
         if modes is None:
             return self._counted(group)[0]
-        return span_of(self.cluster, modes, self.spec.world_size)
+        return _closed(self.cluster, modes) or _counted(self.cluster, modes, self.spec.world_size)
 
     def load(self, group: GroupDef) -> Load:
         """The load of the groups of a name."""
         modes = self._modes(group)
         if modes is None:
             return self._counted(group)[1]
-        return load_along(self.cluster, modes, self.spec.world_size)
+        span = _closed(self.cluster, modes)
+        if span is not None:
+            return _even_load(span, self.cluster, self.spec.world_size)
+        check_counted(self.spec.world_size)
+        place = self.span(group).place
+        groups = members_of(group, self.spec.layouts[group.region])
+        return _load(groups, place, partial(self.cluster.unit, place - 1))
 
     def _modes(self, group: GroupDef) -> Axes | None:
-        """The axes of a group of numbered ranks; None: its ranks have to be counted."""
+        """The axes above 1 of a group of numbered ranks; None: its ranks have to be counted."""
         if not self._is_numbered or group.pick is not None or group.lists is not None:
             return None
         layout = self.spec.layouts[group.region]
-        modes = tuple(mode for axis in group.axes for mode in layout.axis(axis).modes)
-        return modes if group.part is None else _within(modes, *group.part)
+        modes: Axes | None = tuple(m for axis in group.axes for m in layout.axis(axis).modes)
+        if modes and group.part is not None:
+            modes = _within(modes, *group.part)
+        return modes and tuple(mode for mode in modes if mode[0] > 1)
 
     def leaving(self, group: GroupDef, level: int) -> tuple[Sequence[int], int] | None:
         """The first group that is in several units of a level: its ranks, and how many units; None
@@ -268,17 +238,12 @@ class RankPlaces:
         below = self._units(max(span.place - 1, 0))
         return span, _load(groups, span.place, below.__getitem__)
 
-    def _units(self, level: int) -> dict[int, int]:
+    def _looked_up(self, level: int) -> dict[int, int]:
         """The unit of a level that each rank is in.
 
         Raises:
             SpecError: there are too many ranks to look up.
         """
-        if level not in self._unit_of:
-            self._unit_of[level] = self._looked_up(level)
-        return self._unit_of[level]
-
-    def _looked_up(self, level: int) -> dict[int, int]:
         ranks = self.spec.grid_ranks
         check_counted(len(ranks))
         if level == 0:

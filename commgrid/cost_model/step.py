@@ -66,15 +66,10 @@ class StepCost:
         return self.model.tokens / self.seconds
 
     @property
-    def flops_per_device(self) -> float:
-        """Floating-point operations a second and device, as `Model.flops_per_token` counts them."""
-        work = self.model.flops_per_token * self.model.tokens
-        return work / self.seconds / self.config.world_size
-
-    @property
     def mfu(self) -> float:
-        """Share of the devices' peak (model FLOPs utilization)."""
-        return self.flops_per_device / self.cluster.accelerator.flops
+        """Share of the devices' peak (model FLOPs utilization), by `Model.flops_per_token`."""
+        work = self.model.flops_per_token * self.model.tokens
+        return work / self.seconds / self.config.world_size / self.cluster.accelerator.flops
 
 
 def step_cost(

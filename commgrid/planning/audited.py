@@ -102,25 +102,6 @@ def parse_sizes(text: str, what: str) -> dict[str, int]:
     return found
 
 
-def sizes_over(audited: Mapping[str, int], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes that a program gives, with an audit's in their place.
-
-    Args:
-        audited: of the axes that the audit's grid names.
-        given: by axis; None stays None, unless the grid names the axis.
-
-    Example:
-        >>> sizes_over({"tp": 2}, {"tp": 4, "dp": -1, "etp": None})
-        {'tp': 2, 'dp': 1, 'etp': None}
-    """
-    found: dict[str, Any] = {}
-    for axis, size in given.items():
-        found[axis] = audited.get(axis, None if size is None else 1)
-        if axis == "etp" and axis not in audited and size not in (None, 1):
-            found[axis] = audited.get("tp", 1)  # which it follows
-    return found
-
-
 def spec_over(audited: Mapping[str, int], spec: GridSpec) -> GridSpec:
     """A spec with an audit's sizes in its own place.
 
@@ -184,4 +165,11 @@ def audit_sizes(**given: Any) -> dict[str, Any]:
         {'tp': 2, 'dp': -1}
     """
     audited = audited_grid()
-    return dict(given) if audited is None else sizes_over(audited, given)
+    if audited is None:
+        return given
+    found: dict[str, Any] = {}
+    for axis, size in given.items():
+        found[axis] = audited.get(axis, None if size is None else 1)
+        if axis == "etp" and axis not in audited and size not in (None, 1):
+            found[axis] = audited.get("tp", 1)  # which it follows
+    return found

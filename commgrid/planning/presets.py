@@ -121,12 +121,3 @@ def _preset(name: str, row: Mapping[str, Any]) -> Preset:
 
 PRESETS = Table("preset=", Path(__file__).with_name("presets.yaml"), _preset)
 """All of them, by name."""
-
-
-def find_preset(name: str) -> Preset:
-    """The preset of a name.
-
-    Raises:
-        SpecError: there is none.
-    """
-    return PRESETS.find(name)

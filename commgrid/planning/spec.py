@@ -29,7 +29,7 @@ from commgrid.planning.spec_checks import (
     check_word,
     levels_of_groups,
 )
-from commgrid.planning.spec_mapping import as_mapping, read_mapping
+from commgrid.planning.spec_mapping import read_mapping
 from commgrid.planning.yaml import changed, from_file
 from commgrid.planning.yaml_keys import BY_RANK, DEFAULT_ORDER, DEFAULT_SHARE, OPTIONS, check_place
 from commgrid.wording import listed, several
@@ -112,7 +112,7 @@ class GridSpec:
             if name not in self.created_names:
                 raise SpecError(f"connect: group {name!r} is not created; add it to create")
         if self.is_resolved:
-            check_listed_ranks(self.groups, self.grid_ranks, self.layout("dense").ranks)
+            check_listed_ranks(self.groups, self.grid_ranks)
         check_place(self.place, self.ranks)
         if self.within or self.groups:  # what is wrong with them is an error now
             _ = self.constraints
@@ -229,10 +229,9 @@ class GridSpec:
             >>> GridSpec.from_preset("hsdp", dp_shard=4).resolve(32).shape
             {'tp': 1, 'cp': 1, 'dp_shard': 4, 'dp_replicate': 8, 'pp': 1}
         """
-        from commgrid.planning.presets import find_preset  # most grids are of none
+        from commgrid.planning.presets import PRESETS  # most grids are of none
 
-        preset = find_preset(name)
-        config = preset.with_sizes(sizes, changes)
+        config = PRESETS.find(name).with_sizes(sizes, changes)
         try:
             spec = cls.from_dict(config)
         except SpecError as error:
@@ -420,8 +419,27 @@ class GridSpec:
 
     def to_dict(self) -> dict[str, Any]:
         """The mapping that `from_dict` reads back to an equal spec."""
-        choices = {"create": self.create, "connect": self.connect, "share": self.share}
-        return as_mapping(self.regions, choices, self.groups, self.ranks, self.within, self.place)
+        dense, *others = self.regions
+        made: dict[str, Any] = {"axes": dict(dense.sizes), "order": self.order}
+        if others:
+            made["regions"] = {
+                r.name: {"axes": dict(r.sizes), "order": "-".join(r.axes)} for r in others
+            }
+        for key in ("create", "connect", "share"):
+            chosen = getattr(self, key)
+            made[key] = chosen if isinstance(chosen, str) else list(chosen)
+        if self.groups:
+            made["groups"] = {entry.name: entry.to_dict() for entry in self.groups}
+        if isinstance(self.ranks, range):
+            span = self.ranks
+            made["ranks"] = {"start": span.start, "stop": span.stop, "step": span.step}
+        elif self.ranks is not None:
+            made["ranks"] = list(self.ranks)
+        if self.within:
+            made["within"] = dict(self.within)
+        if self.place != BY_RANK:
+            made["place"] = self.place
+        return made
 
     def to_yaml(self) -> str:
         """The spec as YAML text that `from_yaml` reads back."""

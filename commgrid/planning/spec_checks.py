@@ -8,7 +8,7 @@ from commgrid.errors import SpecError
 from commgrid.layout import axis_names as names
 from commgrid.layout.rank_layout import RankLayout
 from commgrid.layout.rank_text import describe_ranks
-from commgrid.layout.ranks import Ranks, RankTuple
+from commgrid.layout.ranks import RankTuple
 from commgrid.planning.group import GroupDef, find_name
 from commgrid.planning.group_row import UNWANTED, GroupEntry
 from commgrid.planning.region import Region
@@ -48,17 +48,15 @@ def canonical(
     return tuple(made)
 
 
-def check_listed_ranks(
-    rows: Iterable[GroupEntry], grid_ranks: range | tuple[int, ...], dense: Ranks
-) -> None:
-    """Refuse rows that list ranks outside of the grid; `dense` has the same ranks, for messages."""
+def check_listed_ranks(rows: Iterable[GroupEntry], grid_ranks: range | tuple[int, ...]) -> None:
+    """Refuse rows that list ranks outside of the grid."""
     covered = frozenset(grid_ranks) if isinstance(grid_ranks, tuple) else grid_ranks
     for entry in rows:
         strange = [r for ranks in entry.lists or () for r in ranks if r not in covered]
         if strange:
             raise SpecError(
                 f"groups.{entry.name}.ranks: {describe_ranks(RankTuple(strange))} outside this "
-                f"grid, which covers {describe_ranks(dense)}; list global ranks of the grid"
+                f"grid, which covers {describe_ranks(grid_ranks)}; list global ranks of the grid"
             )
 
 
@@ -103,10 +101,7 @@ def levels_of_groups(
             given += [(key, part, level) for part in parts if part != UNWANTED]
     found: dict[str, str] = {}
     for key, spelled, level in given:
-        name = find_name(spelled, definitions, words)
-        if name is None:
-            near = names.nearest(spelled, definitions)
-            raise SpecError(f"{key}={level!r}: no group is named {spelled!r}{near}")
+        (name,) = canonical(f"{key}={level!r}", [spelled], definitions, words)
         if found.setdefault(name, level) != level:
             raise SpecError(
                 f"{key}={level!r}: group {name!r} is to stay within a {found[name]} too; give "

@@ -1,28 +1,15 @@
-"""The mapping of a grid's YAML file: read into the fields of a spec, and written from them."""
+"""The mapping of a grid's YAML file, read into the fields of a spec."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.group_row import GroupEntry
-from commgrid.planning.region import (
-    AXES,
-    Region,
-    dense_from,
-    expert_region,
-    region_from,
-    without_experts,
-)
-from commgrid.planning.yaml_keys import (
-    BY_RANK,
-    DEFAULT_ORDER,
-    OPTIONS,
-    parse_within,
-    refuse_unknown,
-)
+from commgrid.planning.region import AXES, dense_from, expert_region, region_from, without_experts
+from commgrid.planning.yaml_keys import DEFAULT_ORDER, OPTIONS, parse_within, refuse_unknown
 
 _OF_REGIONS = ("axes", "order", "regions")
 
@@ -84,35 +71,3 @@ def read_mapping(config: Mapping[str, Any], *, arguments: bool = False) -> dict[
         and (value is not None or (arguments and OPTIONS[key].default is not None))
     }
     return {"regions": tuple(regions), **read}
-
-
-def as_mapping(
-    regions: Sequence[Region],
-    choices: Mapping[str, str | tuple[str, ...]],
-    groups: Sequence[GroupEntry],
-    ranks: range | tuple[int, ...] | None,
-    within: Sequence[tuple[str, str]],
-    place: str,
-) -> dict[str, Any]:
-    """Return the mapping that `read_mapping` reads back to these fields of a spec."""
-    dense, *others = regions
-    made: dict[str, Any] = {"axes": dict(dense.sizes), "order": "-".join(dense.axes)}
-    if others:
-        made["regions"] = {
-            r.name: {"axes": dict(r.sizes), "order": "-".join(r.axes)} for r in others
-        }
-    for key, value in choices.items():
-        made[key] = value if isinstance(value, str) else list(value)
-    if groups:
-        made["groups"] = {entry.name: entry.to_dict() for entry in groups}
-    if ranks is not None:
-        made["ranks"] = (
-            {"start": ranks.start, "stop": ranks.stop, "step": ranks.step}
-            if isinstance(ranks, range)
-            else list(ranks)
-        )
-    if within:
-        made["within"] = dict(within)
-    if place != BY_RANK:
-        made["place"] = place
-    return made

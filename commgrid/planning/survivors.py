@@ -139,46 +139,29 @@ def seats(
             row[tuple(where[axis] for axis in sizes if axis not in along)] = rank
     new_rows = list(product(*(range(sizes[axis]) for axis in along)))
     kept = sorted(sorted(rows, key=lambda at: (-len(rows[at]), at))[: len(new_rows)])
-    places = list(product(*(range(n) for axis, n in sizes.items() if axis not in along)))
+    others = [axis for axis in sizes if axis not in along]
+    places = list(product(*(range(sizes[axis]) for axis in others)))
     taken = {
-        (number, place): rows[at][place]
-        for number, at in enumerate(kept) for place in places if place in rows[at]
+        (row, place): rows[at][place]
+        for row, at in zip(new_rows, kept, strict=False) for place in places if place in rows[at]
     }  # fmt: skip
     seated = set(taken.values())
     free = [rank for rank in here if rank not in seated]
     at_place = {
         rank: place for row in rows.values() for place, rank in row.items() if rank not in seated
     }
-    gaps = [(n, place) for n in range(len(new_rows)) for place in places if (n, place) not in taken]
+    gaps = [gap for gap in product(new_rows, places) if gap not in taken]
     for wanted in ("same place", "new", "any"):
         for gap in [gap for gap in gaps if gap not in taken]:
-            fitting = [rank for rank in free if _may(wanted, at_place.get(rank), gap[1])]
+            place = gap[1] if wanted == "same place" else None
+            fitting = [rank for rank in free if wanted == "any" or at_place.get(rank) == place]
             if fitting:
                 taken[gap] = fitting[0]
                 free.remove(fitting[0])
-    return _in_order(sizes, along, taken)
-
-
-def _may(wanted: str, place: tuple[int, ...] | None, gap: tuple[int, ...]) -> bool:
-    return {"same place": place == gap, "new": place is None, "any": True}[wanted]
-
-
-def _in_order(
-    sizes: Mapping[str, int],
-    along: Sequence[str],
-    taken: Mapping[tuple[int, tuple[int, ...]], int],
-) -> list[int]:
-    """The ranks by their place in the new grid, the first axis of `sizes` fastest."""
-    weights, weight = {}, 1
-    for axis, size in sizes.items():
-        weights[axis], weight = weight, weight * size
-    new_rows = list(product(*(range(sizes[axis]) for axis in along)))
-    others = [axis for axis in sizes if axis not in along]
-    ordered = [-1] * weight
-    for (number, place), rank in taken.items():
-        at = {**dict(zip(along, new_rows[number], strict=True)),
-              **dict(zip(others, place, strict=True))}  # fmt: skip
-        ordered[sum(weights[axis] * index for axis, index in at.items())] = rank
+    ordered, slowest = [], [*sizes][::-1]  # the first axis of `sizes` is the fastest
+    for indices in product(*(range(sizes[axis]) for axis in slowest)):
+        at = dict(zip(slowest, indices, strict=True))
+        ordered.append(taken[tuple(at[a] for a in along), tuple(at[a] for a in others)])
     return ordered
 
 

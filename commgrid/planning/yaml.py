@@ -13,17 +13,17 @@ from commgrid.layout.axis_names import nearest
 T = TypeVar("T")
 
 
-class NotYamlError(ValueError):
-    """A text is no YAML."""
+_ODD = (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError)
+"""What PyYAML raises beside its own errors: of a date of month 13, of a number of more digits than
+Python reads."""
 
 
-def _loaded(text: str) -> Any:
+def _loaded(text: str, refused: str) -> Any:
     """Parse a text.
 
     Raises:
-        NotYamlError: it is no YAML; also where PyYAML says so in other ways, as of a date of month
-            13, or a number of more digits than Python reads.
-        SpecError: a key is given twice, or it is nested very deep.
+        SpecError: it is no YAML, after the words of `refused`; a key is given twice, or it is
+            nested very deep.
     """
     import yaml  # slow, and most commands read none
 
@@ -33,10 +33,10 @@ def _loaded(text: str) -> Any:
         return yaml.load(text, Loader=Loader)
     except SpecError:
         raise
-    except yaml.YAMLError as error:
-        raise NotYamlError(str(error)) from error
-    except (ValueError, TypeError, AttributeError, KeyError, IndexError, OverflowError) as error:
-        raise NotYamlError(f"an invalid value: {error}") from error
+    except (yaml.YAMLError, *_ODD) as error:
+        invalid = "an invalid value: " if isinstance(error, _ODD) else ""
+        what = " ".join(f"{invalid}{error}".split())  # PyYAML's message has several lines
+        raise SpecError(f"{refused}: {what}") from error
 
 
 _SUCH_AS = "axes: {tp: 2, dp: -1}"
@@ -60,11 +60,7 @@ def load_yaml(path: Path, such_as: str = _SUCH_AS) -> dict[str, Any]:
         raise SpecError(f"cannot be read: {error.strerror or error}") from error
     except ValueError as error:  # not text, or a path that no file can have
         raise SpecError(f"cannot be read: {error}") from error
-    try:
-        loaded = _loaded(text)
-    except NotYamlError as error:
-        what = " ".join(str(error).split())  # PyYAML's message has several lines
-        raise SpecError(f"not plain YAML (no Python tags): {what}") from error
+    loaded = _loaded(text, "not plain YAML (no Python tags)")
     if not isinstance(loaded, dict):
         kind = "nothing" if loaded is None else type(loaded).__name__
         raise SpecError(f"expected a mapping such as `{such_as}`, found {kind}")
@@ -175,8 +171,4 @@ def read_change(text: str) -> tuple[str, Any]:
     key, sign, value = text.partition("=")
     if not sign or not all(key.split(".")):
         raise SpecError(f"--set {text}: expected KEY=VALUE, such as --set axes.tp=2")
-    try:
-        return key, _loaded(value)
-    except NotYamlError as error:
-        what = " ".join(str(error).split())
-        raise SpecError(f"--set {text}: the value is not plain YAML: {what}") from error
+    return key, _loaded(value, f"--set {text}: the value is not plain YAML")

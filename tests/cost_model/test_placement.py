@@ -20,7 +20,7 @@ from commgrid.cost_model.collective_form import Fit, Span
 from commgrid.cost_model.config import ORDERS, RECOMPUTE, ZERO_STAGES, ParallelConfig
 from commgrid.cost_model.layer import Machine
 from commgrid.cost_model.model import MODELS
-from commgrid.cost_model.placement import of_spec, span_of
+from commgrid.cost_model.placement import of_spec
 from commgrid.cost_model.search import search
 from commgrid.cost_model.step import StepCost, step_cost, traffic
 from commgrid.cost_model.term import PARTS
@@ -93,8 +93,9 @@ def test_every_group_lies_as_counted(seed: int) -> None:
 
 def test_every_start_of_a_group_counts() -> None:
     """Nodes of 400: of tp 6 ranks 0 to 5 share one, and 396 to 401 do not."""
-    assert span_of(on(400, None), ((6, 1),), 2400).spread == (4, 2)
-    assert span_of(on(400, None), ((6, 1),), 396).spread == (6, 1)
+    for world, spread in ((2400, (4, 2)), (396, (6, 1))):
+        spec = GridSpec.build(tp=6).resolve(world)
+        assert of_spec(spec, on(400, None)).spreads["tp"] == spread
 
 
 def test_order_and_ranks_change_the_step() -> None:

@@ -6,15 +6,17 @@ import argparse
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.ranks import as_ranks
 from commgrid.planning.audited import AuditedGrid
 
-_EXAMPLES = """examples:
+DESCRIPTION = (
+    "Runs a training script, unchanged, on several grids, and compares losses, "
+    "weights, gradients and buffers step by step."
+)
+EXAMPLES = """examples:
   commgrid audit train.py --grids "dp=1" "tp=2" "dp=2" "pp=2" -- --layers 2 --steps 3
   commgrid audit train.py --grids "dp=1" "tp=2 --sequence-parallel" -- --dtype fp64
   commgrid audit --dry train.py --grid "tp=4 pp=2" --world-size 64 -o runs/dry -- --layers 4
@@ -28,15 +30,7 @@ some cannot be compared as a whole, since names of parameters do not say which a
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "audit",
-        description="Runs a training script, unchanged, on several grids, and compares losses, "
-        "weights, gradients and buffers step by step.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "script", type=Path, nargs="?", metavar="SCRIPT",
@@ -90,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     found = audit(
         args.script, grids, args.rest, steps=args.steps, tolerance=args.tolerance,
         timeout=args.timeout, same_weights=args.same_weights, keep=args.keep,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
+        tell=partial(print, file=sys.stderr, flush=True),
     )  # fmt: skip
     give(args, found.as_dict, lambda: found.text)
     return 1 if found.parts else 0 if found.complete else 3

@@ -6,22 +6,24 @@ import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from commgrid.cli.flags import above_zero, count_of_bytes, names, whole
-from commgrid.cli.grid_options import add_command, read_spec, refuse_unused
+from commgrid.cli.grid_options import add_grid_options, read_spec, refuse_unused
 from commgrid.cli.output import give
 from commgrid.cost_model.cluster import Cluster, find_cluster
 from commgrid.cost_model.collective import COLLECTIVES
 from commgrid.errors import SpecError
-from commgrid.layout.axis_names import canonical, nearest
+from commgrid.layout.axis_names import nearest
 from commgrid.planning.spec import GridSpec
 
 if TYPE_CHECKING:
     from commgrid.bench import Measured
     from commgrid.runtime.grid import HyperCommGrid
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Measures collectives on the groups of each name."
+EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2
   torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2 --groups tp,dp --alone
   torchrun --standalone --nproc-per-node 8 -m commgrid bench grid.yaml \\
@@ -34,15 +36,8 @@ slowest rank.
 _START = "torchrun --standalone --nproc-per-node 8 -m commgrid bench --tp 2"
 
 
-def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "bench",
-        description="Measures collectives on the groups of each name.",
-        examples=_EXAMPLES,
-        run=run,
-        world_size=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_grid_options(parser, world_size=False)
     add = parser.add_argument_group("what").add_argument
     add("--groups", type=names, metavar="NAMES", help="with commas (default: every communicator)")
     add(
@@ -101,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         shutdown()
         return 0
     try:
-        first = grid.rank == grid.get_ranks(bench.whole_name(grid))[0]
+        first = grid.rank == grid.get_ranks()[0]
         cluster = base or bench.find_cluster(grid)
         rows = bench.bench(
             grid,
@@ -111,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             cluster=cluster,
             effort=bench.Effort(args.iters, args.warmup, args.repeats, args.seconds),
             alone=args.alone,
-            progress=_say if first else _say_nothing,
+            progress=partial(print, file=sys.stderr, flush=True) if first else lambda line: None,
         )
         if first:
             backend = grid.communicators[0].backend
@@ -150,8 +145,7 @@ def read_sizes(args: argparse.Namespace) -> list[int]:
 
 def _with_everyone(spec: GridSpec) -> GridSpec:
     """The spec with the group of all its ranks, over which they meet between loops."""
-    axes = spec.regions[0].axes
-    whole = canonical(axes, axes)
+    whole = spec.resolve_name()
     if spec.create == "all" or whole in spec.create:
         return spec
     return replace(spec, create=(*spec.create, whole))
@@ -229,11 +223,3 @@ def _summary(rows: Sequence[Measured]) -> list[str]:
             f"{best.bus_bandwidth / 1e9:>12.3f} {best.size:>11}"
         )
     return lines
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _say_nothing(line: str) -> None:
-    pass

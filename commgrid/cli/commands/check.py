@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from commgrid.cli.flags import above_zero
-from commgrid.cli.grid_options import add_command, read_spec
+from commgrid.cli.grid_options import add_grid_options, read_spec
 from commgrid.cli.output import give
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Starts the grid on real ranks and runs a collective on every communicator."
+EXAMPLES = """examples:
   torchrun --standalone --nproc-per-node 8 -m commgrid check --tp 2 --pp 2
   srun python -m commgrid check grid.yaml --backend nccl --json
 
@@ -19,15 +19,8 @@ a communicator with other members, which the message names.
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "check",
-        description="Starts the grid on real ranks and runs a collective on every communicator.",
-        examples=_EXAMPLES,
-        run=run,
-        world_size=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_grid_options(parser, world_size=False)
     parser.add_argument("--backend", help="gloo, nccl, … (default: NCCL where there is CUDA)")
     parser.add_argument(
         "--timeout",

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from commgrid.call_analysis import diagnosis
 from commgrid.call_records import flight_recorder
-from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Says what is wrong among ranks, the first cause first."
+EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
   commgrid dump                                 (while it hangs, also without a trace)
   commgrid diagnose runs/trace
@@ -23,14 +22,7 @@ cannot be read; 3: undecided, the ranks waited for left no trace, or are silent.
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "diagnose",
-        description="Says what is wrong among ranks, the first cause first.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
         help="the folder of COMMGRID_TRACE or of commgrid dump, or torch's flight recorder's dumps",

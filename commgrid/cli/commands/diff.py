@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,6 @@ from commgrid.cli.commands import plan_model
 from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
-    new_command,
     read_changes,
     read_nodes,
     refuse_unused,
@@ -27,7 +27,8 @@ from commgrid.planning.plan import GroupPlan
 from commgrid.planning.presets import PRESETS
 from commgrid.planning.spec import GridSpec
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Compares two grids: which names keep their ranks, and who gets other peers."
+EXAMPLES = """examples:
   commgrid diff old.yaml new.yaml --world-size 64
   commgrid diff grid.yaml --set axes.tp=4 --world-size 64
   commgrid diff megatron torchtitan --world-size 64
@@ -40,14 +41,7 @@ MOST_RANKS = 500_000
 """Of the largest grids whose differing groups are compared, rank by rank."""
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "diff",
-        description="Compares two grids: which names keep their ranks, and who gets other peers.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", metavar="BEFORE", help="a YAML file, or a preset's name")
     parser.add_argument(
         "after", nargs="?", metavar="AFTER", help="likewise (default: BEFORE, changed by --set)"
@@ -82,13 +76,13 @@ def run(args: argparse.Namespace) -> int:
     if args.model is None:
         why = "is for a step's time and memory; give --model NAME as well"
         refuse_unused(args, [] if args.nodes else ["cluster", "gpus_per_node"], why)
-        give(args, found.to_dict, lambda: str(found))
+        give(args, lambda: asdict(found), lambda: str(found))
         return 0
     model, cluster = plan_model.read_job(args)
     old, new = (plan_model.given_step(spec, model, cluster) for spec in (before, after))
     give(
         args,
-        lambda: {**found.to_dict(), "steps": {
+        lambda: {**asdict(found), "steps": {
             "before": plan_model.step_json(old), "after": plan_model.step_json(new)}},
         lambda: "\n".join([str(found), "", *plan_model.change_text(old, new)]),
     )  # fmt: skip
@@ -198,10 +192,6 @@ class GridDiff:
             ]
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same for machines."""
-        return asdict(self)
-
 
 def compare(before: GridSpec, after: GridSpec) -> GridDiff:
     """Compare two grids.
@@ -233,43 +223,37 @@ def compare(before: GridSpec, after: GridSpec) -> GridDiff:
         len(ranks[0]) == len(ranks[1]) and {*ranks[0]} == {*ranks[1]}
     ):
         changes = {name: _groups_of(name, other, before, after) for name, other in both.items()}
-    options = {
-        name: (names[0][name].options.to_dict(), names[1][other].options.to_dict())
-        for name, other in both.items()
-    }
+    options = (
+        {name: names[0][name].options.to_dict() for name in both},
+        {name: names[1][other].options.to_dict() for name, other in both.items()},
+    )
+    placing = (
+        {"within": ", ".join(f"{name}={level}" for name, level in spec.within) or None,
+         "place": spec.place}
+        for spec in (before, after)
+    )  # fmt: skip
     held = [plan.communicators for plan in plans]
     return GridDiff(
         ranks=(before.world_size, after.world_size),
         covers=(listed_ranks(ranks[0]), listed_ranks(ranks[1])),
         same_ranks=same_ranks,
-        axes=_sizes(before, after),
+        axes=_differing(before.shape, after.shape),
         orders=_orders(before, after),
         same=tuple(name for name in both if same_ranks and changes[name] is None),
         changed=tuple(change for change in changes.values() if change is not None),
         gone=tuple(name for name in names[0] if name not in both),
         new=tuple(name for name in names[1] if name not in both.values()),
-        options={name: (a, b) for name, (a, b) in options.items() if a != b},
-        placing=_placing(before, after),
+        options=_differing(*options),
+        placing=_differing(*placing),
         communicators=(len(held[0]), len(held[1])),
         connecting=(sum(c.connect for c in held[0]), sum(c.connect for c in held[1])),
     )
 
 
-def _placing(before: GridSpec, after: GridSpec) -> dict[str, tuple[Any, Any]]:
-    rules = [
-        {
-            "within": ", ".join(f"{name}={level}" for name, level in spec.within) or None,
-            "place": spec.place,
-        }
-        for spec in (before, after)
-    ]
-    return {key: (one, rules[1][key]) for key, one in rules[0].items() if one != rules[1][key]}
-
-
-def _sizes(before: GridSpec, after: GridSpec) -> dict[str, tuple[int | None, int | None]]:
-    one, other = before.shape, after.shape
-    axes = dict.fromkeys((*one, *other))
-    return {a: (one.get(a), other.get(a)) for a in axes if one.get(a) != other.get(a)}
+def _differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The values that differ, by key; None where there is no such key."""
+    keys = dict.fromkeys((*one, *other))
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
 
 
 def _orders(before: GridSpec, after: GridSpec) -> dict[str, tuple[str, str]]:

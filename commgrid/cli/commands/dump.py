@@ -5,15 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from commgrid.call_records.processes import Dumped, dump, gather, of_one_job, running
-from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Has the ranks of a job on this host write down stacks and recorded calls."
+EXAMPLES = """examples:
   commgrid dump                                 (on a host where the job hangs)
   commgrid dump --all-hosts                     (on one host of the job: all ranks' calls)
   srun --overlap --jobid 1234 commgrid dump -o /shared/dump     (on each: stacks too)
@@ -26,14 +25,7 @@ rank_00003.ring. The job continues. Exit status 1: a rank has written nothing.
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "dump",
-        description="Has the ranks of a job on this host write down stacks and recorded calls.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, default=Path("commgrid_dump"), metavar="DIR",
         help="where to write (default commgrid_dump)",

@@ -9,7 +9,7 @@ from typing import Any
 from commgrid.cli.flags import whole
 from commgrid.cli.grid_options import (
     add_cluster_options,
-    add_command,
+    add_grid_options,
     read_cluster,
     read_nodes,
     read_spec,
@@ -23,7 +23,8 @@ from commgrid.layout.ranks import Ranks, RankSet, highest_rank
 from commgrid.planning.plan import GroupPlan, PlannedCommunicator
 from commgrid.wording import around, several
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Shows one rank's coordinate and the ranks it shares each group with."
+EXAMPLES = """examples:
   commgrid explain --tp 2 --pp 2 --world-size 16 --rank 5
   commgrid explain grid.yaml --world-size 64 --rank 37 --json
   commgrid explain --tp 2 --ranks 5,2,0,7 --rank 7
@@ -31,14 +32,8 @@ _EXAMPLES = """examples:
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "explain",
-        description="Shows one rank's coordinate and the ranks it shares each group with.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_grid_options(parser)
     parser.add_argument(
         "--rank", type=whole(0), default=0, metavar="R", help="the global rank (default 0)"
     )

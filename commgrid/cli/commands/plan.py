@@ -13,7 +13,7 @@ from commgrid.cli.commands import plan_options
 from commgrid.cli.flags import file_of
 from commgrid.cli.grid_options import (
     add_cluster_options,
-    add_command,
+    add_grid_options,
     read_cluster,
     read_nodes,
     read_spec,
@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # what most plans do without, and is slow to load
     from commgrid.cost_model.crossing import Crossing
     from commgrid.cost_model.why import Why
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Shows the groups of a grid, the communicators one rank holds, and their cost."
+EXAMPLES = """examples:
   commgrid plan --tp 8 --pp 4 --world-size 1024
   commgrid plan --tp 4 --ep 8 --etp 1 --world-size 64 --share region
   commgrid plan grid.yaml --world-size 64 --json
@@ -48,14 +49,8 @@ Nothing is started and torch is not needed: any number of ranks plans in millise
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "plan",
-        description="Shows the groups of a grid, the communicators one rank holds, and their cost.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_grid_options(parser)
     parser.add_argument(
         "-o", "--output", type=file_of(".yaml", ".yml", *SUFFIXES), action="append", default=[],
         metavar="FILE",
@@ -97,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
 def as_json(spec: GridSpec, cluster: Cluster | None = None, *, why: bool = False) -> dict[str, Any]:
     """The plan for machines."""
     told = {"why": [asdict(each) for each in _why(spec)]} if why else {}
-    sizes = _group_sizes(spec)
     held, connecting = _counts(spec)
     placed: dict[str, Any] = {}
     if cluster is not None:
@@ -109,8 +103,9 @@ def as_json(spec: GridSpec, cluster: Cluster | None = None, *, why: bool = False
         "world_size": spec.world_size,
         "spec": spec.to_dict(),
         "groups": {
-            name: {"size": size, "count": _group_count(spec, name)}
-            for name, size in sizes.items()
+            name: {"size": group.size(spec.layouts[group.region].shape),
+                   "count": _group_count(spec, name)}
+            for name, group in _plans(spec)[0].created.items()
         },
         "communicators": [
             {"names": list(c.names), "size": c.size, "connect": c.connect,
@@ -303,15 +298,6 @@ def _savings(spec: GridSpec) -> list[tuple[str, int, int]]:
     return sorted(better, key=lambda row: (row[2], row[1]))
 
 
-def _group_sizes(spec: GridSpec) -> dict[str, int]:
-    shapes = {region.name: dict(region.numbers) for region in spec.regions}
-    return {
-        name: definition.size(shapes[definition.region])
-        for name, definition in spec.definitions.items()
-        if name in spec.created_names
-    }
-
-
 def _group_count(spec: GridSpec, name: str, size: int | None = None) -> int:
     """How many groups of this name there are, and of listed ones of this size.
 
@@ -321,6 +307,5 @@ def _group_count(spec: GridSpec, name: str, size: int | None = None) -> int:
     if definition.lists is not None:
         layout = spec.layout(definition.region)
         return sum(size in (None, len(group)) for group in definition.all_ranks(layout))
-    shape = dict(next(r for r in spec.regions if r.name == definition.region).numbers)
-    whole = replace(definition, pick=None).size(shape)
+    whole = replace(definition, pick=None).size(spec.layouts[definition.region].shape)
     return spec.world_size // whole

@@ -11,6 +11,7 @@ from typing import Any
 
 from commgrid.cli.commands.plan_options import OF_A_STEP
 from commgrid.cli.grid_options import (
+    GRID_FLAGS,
     flag_of,
     is_given,
     read_cluster,
@@ -32,11 +33,6 @@ from commgrid.planning.spec import GridSpec
 from commgrid.viz.figure import SUFFIXES, drawing, save
 from commgrid.viz.steps_picture import draw_steps
 from commgrid.wording import several
-
-_NOT_WITH_AUTO = (
-    "yaml", "preset", "changes", "axis", "create", "connect", "ranks", "share", "dp_replicate",
-    "dp_shard", "within", "place",
-)  # fmt: skip
 
 _SPELLED = {"yaml": "GRID.yaml", "changes": "--set"}
 _OF_A_START = ("create", "connect", "share")
@@ -72,8 +68,8 @@ def run(args: argparse.Namespace, groups: Callable[[GridSpec, Cluster], str]) ->
             ]),
         )  # fmt: skip
         return 0
-    for key in _NOT_WITH_AUTO:
-        if is_given(args, key):
+    for key in GRID_FLAGS:
+        if key not in (*AXES, "order", "world_size") and is_given(args, key):
             raise SpecError(
                 f"--auto beside {_SPELLED.get(key, flag_of(key))}: it chooses the grid itself, but "
                 "for sizes and --order; leave one of them out"
@@ -395,12 +391,7 @@ def step_json(cost: StepCost) -> dict[str, Any]:
         "axes": {axis: getattr(config, axis) for axis in ("tp", "cp", "pp", "dp", "ep")},
         "etp": config.expert_tp if cost.model.experts else None,
         "order": config.order,
-        "microbatch": config.microbatch,
-        "virtual_stages": config.virtual_stages,
-        "recompute": config.recompute,
-        "zero_stage": config.zero_stage,
-        **{key: getattr(config, key) for key in OF_A_STEP[5:]},
-        "recompute_layers": config.recompute_layers,
+        **{key: getattr(config, key) for key in OF_A_STEP},
         "beyond": beyond(cost.model, config),
         # By their names until release 0.3.
         "chunks": config.virtual_stages,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from commgrid.cli.flags import above_zero, at_least_one, one_of, whole
+from commgrid.cli.flags import above_zero, one_of, whole
 
 OF_A_STEP = (
     "microbatch", "virtual_stages", "recompute", "recompute_layers", "zero_stage", "dtype",
@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="of a stage, for which --recompute holds (default: all)",
     )  # fmt: skip
     add(
-        "--zero-stage", type=_zero_stage, metavar="N",
+        "--zero-stage", type=lambda text: int(one_of("0", "1", "3")(text)), metavar="N",
         help="what dp shards: 0 nothing, 1 the optimizer's state, 3 weights and gradients as well "
         "(default 1; with dp_shard 3; --auto tries 1 and 3)",
     )  # fmt: skip
@@ -75,7 +75,7 @@ def _add_program(add: Callable[..., object]) -> None:
         "token once to a node (deepep)",
     )  # fmt: skip
     add(
-        "--imbalance", type=at_least_one, metavar="X",
+        "--imbalance", type=above_zero("a number from 1 on", 1), metavar="X",
         help="tokens of the fullest rank's experts over the mean (default 1)",
     )  # fmt: skip
     add(
@@ -92,9 +92,3 @@ def _add_program(add: Callable[..., object]) -> None:
         "--gradient-bytes", type=int, choices=(2, 4), metavar="N",
         help="of one gradient as dp sums it: 2 or 4 (default 4)",
     )  # fmt: skip
-
-
-def _zero_stage(text: str) -> int:
-    if text not in ("0", "1", "3"):
-        raise argparse.ArgumentTypeError(f"{text}: expected 0, 1 or 3")
-    return int(text)

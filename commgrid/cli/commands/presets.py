@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Mapping
-from typing import Any
 
-from commgrid.cli.grid_options import add_sizes, new_command, read_sizes, refuse_unused
+from commgrid.cli.grid_options import add_sizes, read_sizes, refuse_unused
 from commgrid.cli.output import columns, give
-from commgrid.planning.presets import PRESETS, Preset, find_preset
+from commgrid.planning.presets import PRESETS, Preset
 from commgrid.planning.region import SIZED
 from commgrid.planning.spec import GridSpec
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Lists the presets, or prints one as YAML to start one's own from."
+EXAMPLES = """examples:
   commgrid presets
   commgrid presets hsdp > grid.yaml
   commgrid presets megatron --tp 8 --pp 4 > grid.yaml
@@ -23,14 +23,7 @@ Sizes are laid over a preset: --tp 8, or initialize(preset="megatron", tp=8).
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "presets",
-        description="Lists the presets, or prints one as YAML to start one's own from.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="the one to print as YAML")
     add_sizes(parser.add_argument_group("sizes", "of the YAML that is printed"))
 
@@ -38,7 +31,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.name is None:
         refuse_unused(args, SIZED, "is a size of one preset; give its NAME")
-    chosen = list(PRESETS.values()) if args.name is None else [find_preset(args.name)]
+    chosen = list(PRESETS.values()) if args.name is None else [PRESETS.find(args.name)]
     sizes = read_sizes(args)
     for one in chosen:
         GridSpec.from_dict(one.with_sizes(sizes))  # refuses sizes that are none

@@ -11,7 +11,7 @@ from commgrid.cli.flags import file_of, names, whole
 from commgrid.cli.grid_options import (
     GRID_FLAGS,
     add_cluster_options,
-    add_command,
+    add_grid_options,
     flag_of,
     is_given,
     read_cluster,
@@ -35,7 +35,8 @@ from commgrid.viz.view import DEFAULT_GPUS_PER_NODE, GridView
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Draws a grid's groups on its nodes, or a pipeline's schedule."
+EXAMPLES = """examples:
   commgrid show --tp 2 --pp 2 --world-size 16                     (a table)
   commgrid show --tp 8 --pp 4 --world-size 512 -o grid.svg
   commgrid show --tp 16 --world-size 64 --cluster h100 -o grid.svg
@@ -56,14 +57,8 @@ _MOST_DRAWN = 100_000  # actions of a schedule
 _PARTS = 4  # of a staircase that is folded to the terminal's width
 
 
-def add_parser(commands: Any) -> None:
-    parser = add_command(
-        commands,
-        "show",
-        description="Draws a grid's groups on its nodes, or a pipeline's schedule.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_grid_options(parser)
     parser.add_argument(
         "-o", "--output", type=file_of(*SUFFIXES, ".html"), metavar="FILE",
         help=".svg, .png, .pdf or .html",

@@ -15,7 +15,6 @@ from commgrid.call_records.table import as_table, summed
 from commgrid.call_records.timeline import as_events
 from commgrid.call_records.trace import Trace
 from commgrid.cli.flags import file_of, whole
-from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 from commgrid.layout.rank_text import describe_ranks
@@ -24,7 +23,8 @@ from commgrid.viz.figure import write_text
 from commgrid.viz.page import draw_trace_page
 from commgrid.viz.side_by_side import side_by_side, steps_table, waited_in_steps
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Sums up what ranks have recorded, shows it side by side, or writes a page."
+EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py
   commgrid trace runs/trace
   commgrid trace runs/trace --ranks 0-3 --group dp --last 20    (calls of ranks side by side)
@@ -37,14 +37,7 @@ time there. --json prints every call.
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "trace",
-        description="Sums up what ranks have recorded, shows it side by side, or writes a page.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of COMMGRID_TRACE")
     parser.add_argument("--ranks", metavar="LIST", help="only these, as 0-7,16")
     parser.add_argument("--group", metavar="NAME", help="only calls on this group")

@@ -5,18 +5,17 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from commgrid.call_analysis.finding import without_record
 from commgrid.call_analysis.program import from_traces, whole
 from commgrid.call_analysis.standing import Standings
 from commgrid.call_analysis.verification import Verdict, check
 from commgrid.call_records import files as trace_files
-from commgrid.cli.grid_options import new_command
 from commgrid.cli.output import give
 from commgrid.errors import SpecError
 
-_EXAMPLES = """examples:
+DESCRIPTION = "Decides from traces of a step whether every rank can finish it."
+EXAMPLES = """examples:
   COMMGRID_TRACE=runs/trace torchrun --nproc-per-node 8 train.py --steps 1
   commgrid verify runs/trace
   commgrid verify runs/trace --backend nccl --strict
@@ -27,14 +26,7 @@ after another. Exit status: 0: all finish; 1: ranks would wait for ever, and the
 """
 
 
-def add_parser(commands: Any) -> None:
-    parser = new_command(
-        commands,
-        "verify",
-        description="Decides from traces of a step whether every rank can finish it.",
-        examples=_EXAMPLES,
-        run=run,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of COMMGRID_TRACE")
     parser.add_argument(
         "--backend", choices=("nccl", "gloo"), help="whose rules (default: both's, one by one)"
