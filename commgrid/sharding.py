@@ -223,11 +223,9 @@ class ShardingSpec:
             mesh = getattr(step, "mesh", wide.mesh)
             ranks = mesh.size(step.mesh_dim)
             kind, before, after = _kind(*step.src_dst_placements)
-            whole = max(numel * ranks if before == "piece" else numel, 1)
+            whole = numel * ranks if before == "piece" else numel
             piece = math.ceil(whole / ranks)
-            sent = {"local": 0, "all_reduce": 2, "all_to_all": 1}.get(kind, 1) * (ranks - 1) * piece
-            if kind == "all_to_all":
-                sent = (ranks - 1) * math.ceil(numel / ranks)
+            sent = {"local": 0, "all_reduce": 2}.get(kind, 1) * (ranks - 1) * piece
             numel = {"piece": piece, "whole": whole, "same": numel}[after]
             name = (mesh.mesh_dim_names or ())[step.mesh_dim]
             found.append(
