@@ -38,6 +38,7 @@ from commgrid.errors import CheckpointError
 from commgrid.resharding.item import Chunk, Item, Value
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
+from commgrid.resharding.naming import ties_of_all
 from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.resharding.plan import TransferPlan
 from commgrid.resharding.transport import Carrier, message_device, most_of
@@ -143,7 +144,7 @@ def recover(
         failed,
     )
     loading = Loading(grid, lambda: _Memory(mine, forms, grid, group), model, optimizer)
-    loading.ties = at_first(group, loading.look, loading.ties_of_all, failed)
+    loading.ties = at_first(group, loading.look, ties_of_all, failed)
     at_first(group, loading.plan, loading.check_all, failed)
     refuse_lost(at_first(group, lambda: loading.read(lambda *_: None), lost_by_all, failed))
     partly = failure("the model is not to be used, as it was recovered in part")

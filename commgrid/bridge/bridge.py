@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from commgrid.bridge.contract import Contract, Facts, conclude
 from commgrid.bridge.exchange import Moving
 from commgrid.bridge.links import BridgeLinks
-from commgrid.bridge.sides import Cut, GridSide, check_axes, grid_side
+from commgrid.bridge.sides import Cut, check_axes, grid_side
 from commgrid.collectives.first_order import first_order
 from commgrid.errors import CommGridError, GridDestroyedError, NotInGridError, ShapeError, SpecError
 from commgrid.grid_pairs.pair_group import PairGroup
-from commgrid.grid_pairs.pairing import SIDES, Card, Pairing
+from commgrid.grid_pairs.pairing import SIDES, Pairing
 from commgrid.rendezvous.agreement import PHASES
 from commgrid.rendezvous.timeouts import Seconds, as_seconds
 from commgrid.runtime.grid import HyperCommGrid
@@ -160,14 +160,20 @@ class Bridge(nn.Module):
                 phases=PHASES, limit="startup_timeout",
             ) as pair:  # fmt: skip
                 self.rank = pair.numbering.rank
-                self._source, self._target = (self._side(pair.cards, what) for what in SIDES)
-                crossing = sorted({*self._source.ranks, *self._target.ranks})
-                cards = pair.cards.values()
+                cards = [pair.cards[what] for what in SIDES]
+                check_axes(self._copies, self._partial, *(card.spec for card in cards))
+                self._source, self._target = (
+                    grid_side(
+                        what, card.spec, self._cuts[what], stage=self._stages[what],
+                        copies=self._copies, partial=() if what == "source" else self._partial,
+                    )
+                    for what, card in zip(SIDES, cards, strict=True)
+                )  # fmt: skip
                 limits = [card.timeout for card in cards if card.timeout is not None]
                 backends = {card.backend for card in cards}
-                if self.rank in crossing:
+                if self.rank in self.ranks:
                     pair_group = PairGroup(
-                        pair, self._about, crossing, grids.values(),
+                        pair, self._about, self.ranks, grids.values(),
                         backend=backends.pop() if len(backends) == 1 else None,
                         timeout=max(limits, default=None) if timeout is None else timeout,
                         connect=True,
@@ -184,17 +190,6 @@ class Bridge(nn.Module):
             if pair_group is not None:
                 pair_group.end(broken=True)
             raise
-
-    def _side(self, cards: dict[str, Card], what: str) -> GridSide:
-        check_axes(self._copies, self._partial, *(cards[side].spec for side in SIDES))
-        return grid_side(
-            what,
-            cards[what].spec,
-            self._cuts[what],
-            stage=self._stages[what],
-            copies=self._copies,
-            partial=() if what == "source" else self._partial,
-        )
 
     def _document(self, timeout: float | None) -> dict[str, Any]:
         """The arguments that must be equal on all ranks, beside the grids."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from commgrid.bridge.contract import Contract
 from commgrid.bridge.links import Addressed, BridgeLinks
 from commgrid.bridge.plan import BridgeMessage
-from commgrid.context_parallel.ranges import Ranges
+from commgrid.context_parallel.ranges import pieces
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.errors import CommGridError
 from commgrid.torch_compat import world as torch_world
@@ -42,8 +42,9 @@ class Moving:
         me = torch_world.world_rank()
         self._links, self._number, self._crossing = links, number, crossing
         self._result = None if shape is None else links.new(shape, crossing.dtype)
-        self._parts: dict[int, Tensor] = {}  # by sender
         self._leaving: list[Addressed] = []
+        self._arriving: list[Addressed] = []
+        self._gets: list[tuple[BridgeMessage, Tensor]] = []
         for message in plan:
             if message.sender == me:
                 assert given is not None
@@ -51,14 +52,18 @@ class Moving:
                 for dim, runs in zip(crossing.dims, message.taken, strict=True):
                     part = take_runs(part, runs, dim)
                 if message.receiver == me:
-                    self._parts[me] = part
+                    self._gets.append((message, part))
                 elif part.numel():
                     self._leaving.append((part.contiguous(), message.receiver))
-        self._gets = [message for message in plan if message.receiver == me]
-        shapes = {} if shape is None else _shapes_of(plan, crossing.dims, shape)
-        self._arriving = {
-            sender: links.new(each, crossing.dtype) for sender, each in shapes.items()
-        }
+            elif message.receiver == me:
+                assert shape is not None
+                sizes = list(shape)
+                for dim, rows in zip(crossing.dims, message.rows, strict=True):
+                    sizes[dim] = rows
+                if math.prod(sizes):
+                    part = links.new(sizes, crossing.dtype)
+                    self._arriving.append((part, message.sender))
+                    self._gets.append((message, part))
 
     def forward(self) -> Tensor | None:
         """Send parts of the tensor to the target; return what this rank gets.
@@ -78,12 +83,9 @@ class Moving:
         """
         call = f"backward of call {self._number}"
         mine = torch.tensor([self._number], device=self._links.device)
-        heads = {sender: self._links.new((1,), torch.int64) for sender in self._arriving}
-        self._links.exchange(
-            call, [(mine, receiver) for _, receiver in self._leaving],
-            [(head, sender) for sender, head in heads.items()],
-        )  # fmt: skip
-        for sender, head in heads.items():
+        heads = [(self._links.new((1,), torch.int64), sender) for _, sender in self._arriving]
+        self._links.exchange(call, [(mine, receiver) for _, receiver in self._leaving], heads)
+        for head, sender in heads:
             if (of := int(head)) != self._number:
                 raise CommGridError(
                     f"{self._links.about}: rank {sender} sent the gradient of call {of}, and this "
@@ -95,45 +97,16 @@ class Moving:
         return self._exchange(call)
 
     def _exchange(self, call: str) -> Tensor | None:
-        self._links.exchange(
-            call, self._leaving, [(part, sender) for sender, part in self._arriving.items()]
-        )
-        self._parts |= self._arriving
-        return self._put_all()
-
-    def _put_all(self) -> Tensor | None:
-        for message in self._gets:
-            part = self._parts.get(message.sender)
-            if part is not None:
-                assert self._result is not None
-                _put(self._result, part, self._crossing.dims, message)
+        self._links.exchange(call, self._leaving, self._arriving)
+        for message, part in self._gets:
+            assert self._result is not None
+            _put(self._result, part, self._crossing.dims, message)
         return self._result
-
-
-def _shapes_of(
-    plan: Sequence[BridgeMessage], dims: Sequence[int], shape: Sequence[int]
-) -> dict[int, tuple[int, ...]]:
-    """Return the shapes of the messages that this rank gets from others, but for empty ones.
-
-    Args:
-        plan: of one direction of a call.
-        dims: that they are cut in.
-        shape: of the whole that this rank gets.
-    """
-    me, found = torch_world.world_rank(), {}
-    for message in plan:
-        if message.receiver == me != message.sender:
-            sizes = list(shape)
-            for dim, rows in zip(dims, message.rows, strict=True):
-                sizes[dim] = rows
-            if math.prod(sizes):
-                found[message.sender] = tuple(sizes)
-    return found
 
 
 def _put(result: Tensor, part: Tensor, dims: Sequence[int], message: BridgeMessage) -> None:
     """Copies a message's rows to where they go, or adds them."""
-    for runs in product(*map(_with_rows, message.put)):
+    for runs in product(*(pieces(put, (0, put[-1][1]))[0] for put in message.put)):
         into, of = result, part
         for dim, (start, stop, row) in zip(dims, runs, strict=True):
             into = into.narrow(dim, start, stop - start)
@@ -142,12 +115,3 @@ def _put(result: Tensor, part: Tensor, dims: Sequence[int], message: BridgeMessa
             into += of
         else:
             into.copy_(of)
-
-
-def _with_rows(runs: Ranges) -> list[tuple[int, int, int]]:
-    """Each run, and the row of the message that it begins with."""
-    found, row = [], 0
-    for start, stop in runs:
-        found.append((start, stop, row))
-        row += stop - start
-    return found

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -47,14 +46,8 @@ MOST_AHEAD = 16
 Addressed = tuple[Tensor, int]
 """A tensor, and the global rank that it goes to or comes from."""
 
-
-@dataclass
-class _Leaving:
-    """What one call has sent."""
-
-    works: list[dist.Work]
-    tensors: list[Addressed]
-    versions: list[int | None]
+_Leaving = tuple[dist.Work, Tensor, int, int | None]
+"""What has been sent: until when, which tensor to whom, and its version then."""
 
 
 class BridgeLinks:
@@ -111,21 +104,19 @@ class BridgeLinks:
 
         Args:
             call: which one this is, such as `forward 3`.
-            leaving: with the ranks that they go to; contiguous.
-            arriving: with the ranks that they come from.
+            leaving: with the ranks that they go to; contiguous, and none without elements.
+            arriving: with the ranks that they come from, likewise.
 
         Raises:
             GoneError: a rank that one is awaited from is gone, or did not call; it is named.
         """
         sends, recvs = (
-            [(tensor, self._position[rank]) for tensor, rank in many if tensor.numel()]
+            [(tensor, self._position[rank]) for tensor, rank in many]
             for many in (leaving, arriving)
         )
         self._check_watch(call)
-        receivers, awaited = (
-            [rank for tensor, rank in many if tensor.numel()] for many in (leaving, arriving)
-        )
-        suspects = [*receivers, *awaited]
+        awaited = [rank for _, rank in arriving]
+        suspects = [*(rank for _, rank in leaving), *awaited]
 
         def refused(error: RuntimeError, peer: int | None) -> Exception:
             return self._explain(error, suspects if peer is None else [self.ranks[peer]], call)
@@ -141,9 +132,9 @@ class BridgeLinks:
             raise self._explain(error, suspects, call) from error
         self._check_watch(call)  # a wait that a failure ended leaves numbers that no rank sent
         if one_by_one and sends:
-            versions = [version_of(tensor) for tensor, _ in leaving]
-            left = _Leaving(works[: len(sends)], list(leaving), versions)
-            self._leaving.setdefault(call, []).append(left)
+            left = self._leaving.setdefault(call, [])
+            for work, (tensor, rank) in zip(works[: len(sends)], leaving, strict=True):
+                left.append((work, tensor, rank, version_of(tensor)))
         while len(self._leaving) > MOST_AHEAD:
             self.let_leave(next(iter(self._leaving)))
 
@@ -154,17 +145,13 @@ class BridgeLinks:
             GoneError: the receiver is gone, or did not call.
             CommGridError: it was changed meanwhile, so that something else has left.
         """
-        for left in self._leaving.pop(call, []):
-            self._let_leave(left, call)
-
-    def _let_leave(self, left: _Leaving, call: str) -> None:
-        peers = [rank for tensor, rank in left.tensors if tensor.numel()]
-        for work, peer in zip(left.works, peers, strict=True):
+        left = self._leaving.pop(call, [])
+        for work, _, peer, _ in left:
             try:
                 work.wait()
             except RuntimeError as error:
                 raise self._explain(error, [peer], call) from error
-        if left.versions != [version_of(tensor) for tensor, _ in left.tensors]:
+        if any(version_of(tensor) != version for _, tensor, _, version in left):
             raise CommGridError(
                 f"{self.about}: a tensor that {call} was sending was changed in place before it "
                 "had left; clone it before, or change it after backward or bridge.finish()"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from commgrid.errors import SpecError
 from commgrid.pipeline_schedules.schedule import Schedule
 
@@ -41,16 +39,14 @@ def split_schedule(schedule: Schedule, *stages: int) -> tuple[Schedule, ...]:
             f"stages={stages}: expected how many of the {schedule.num_stages} stages of {schedule} "
             "each grid has, 1 or more"
         )
-    return tuple(_parts(schedule, stages))
-
-
-def _parts(schedule: Schedule, stages: tuple[int, ...]) -> Iterator[Schedule]:
-    first = 0
+    parts, first = [], 0
     for count in stages:
         orders = tuple(
             tuple(type(action)(stage, action.chunk, action.microbatch) for action in order)
             for stage, order in enumerate(schedule.orders[first : first + count])
         )
         name = f"{schedule.name}, stages {first} to {first + count - 1} of {schedule.num_stages}"
-        yield Schedule(name, count, schedule.num_microbatches, 1, orders, schedule.backwards)
+        part = Schedule(name, count, schedule.num_microbatches, 1, orders, schedule.backwards)
+        parts.append(part)
         first += count
+    return tuple(parts)

@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,11 @@ from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import (
     Naming,
     Rename,
-    SharedNames,
+    Tied,
     not_taken,
     read_from,
     shared_in,
-    ties_of,
+    ties_of_all,
     twins,
 )
 from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
@@ -183,7 +182,7 @@ def load(
             return loading.plan()
 
     loading = Loading(grid, lambda: source(path), model, optimizer, strict, naming)
-    loading.ties = at_first(group, loading.look, loading.ties_of_all, failed)
+    loading.ties = at_first(group, loading.look, ties_of_all, failed)
     missing, unexpected = at_first(group, plan, loading.check_all, failed)
     what = "the model" if found is None else f"step {found}"
     line, report = reporter(progress, f"loading {what}", grid)
@@ -245,20 +244,12 @@ class Loading:
         self._given, self._naming = (model, optimizer), naming or Naming(MODEL, None)
         self._turns = Turns(grid)
 
-    def look(self) -> tuple[SharedNames, list[set[str]]]:
+    def look(self) -> Tied:
         """List the model's tensors; return the names of tied ones."""
         self._model = ModelState(self._given[0], self._grid, rows=self._naming.padded.get)
         items = self._model.items(self._turns)
         self._live = [part for item in items for part in self._parts_of(item)]
-        cut = [[self._naming.target(name).names for name in tied] for tied in self._model.aliases]
-        aliases = [{*chain(*each)} for each in cut if all(len(names) == 1 for names in each)]
-        return shared_in(self._live), aliases
-
-    @staticmethod
-    def ties_of_all(told: Sequence[tuple[SharedNames, list[set[str]]]]) -> Sequence[set[str]]:
-        """The names of each tied weight, as all ranks have told them."""
-        shared, aliases = zip(*told, strict=True)
-        return ties_of(shared, chain.from_iterable(aliases))
+        return shared_in(self._live), self._naming.tied("target", self._model.aliases)
 
     def plan(self) -> _Names:
         """Compare the model with the checkpoint; return the names of this rank's model."""

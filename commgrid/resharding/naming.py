@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -124,6 +125,12 @@ class Naming:
         """The tensors of the model that have a part, by its common name."""
         return [part] if self._table is None else self._table.target.names_of(part)
 
+    def tied(self, side: str, aliases: Iterable[set[str]]) -> list[set[str]]:
+        """A side's tied weights by the names in both; without those of which only parts are."""
+        cut = self.source if side == "source" else self.target
+        each = [[cut(name).names for name in names] for names in aliases]
+        return [{*chain(*names)} for names in each if all(len(own) == 1 for own in names)]
+
     def _names(self, name: str) -> Sequence[str]:
         """The model's names of a tensor, several of tied weights; none: it is left out.
 
@@ -160,6 +167,9 @@ def split_name(text: str, names: Container[str]) -> tuple[str, str]:
 SharedNames = dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]]
 """The weights of which other stages have copies: by ranks and full shape their names, in order."""
 
+Tied = tuple[SharedNames, list[set[str]]]
+"""A rank's weights of which other stages have copies, and the names of those that modules share."""
+
 
 def shared_in(items: Iterable[Item | Value]) -> SharedNames:
     """The weights of which other stages have copies, which they may give other names."""
@@ -195,6 +205,12 @@ def ties_of(told: Iterable[SharedNames], aliases: Iterable[set[str]] = ()) -> li
         others = [each for each in found if each & names]
         found = [each for each in found if not each & names] + [names.union(*others)]
     return found
+
+
+def ties_of_all(told: Sequence[Tied]) -> list[set[str]]:
+    """The names of each weight that has several, as all ranks have told them."""
+    shared, aliases = zip(*told, strict=True)
+    return ties_of(shared, chain.from_iterable(aliases))
 
 
 def twins(key: str, ties: Iterable[set[str]]) -> Iterator[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +16,7 @@ from commgrid.layout.axis_names import nearest
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Chunk, Item, local_part, refuse_partial, refuse_unreadable
 from commgrid.resharding.model_state import ModelState
-from commgrid.resharding.naming import Naming, Rename, SharedNames
+from commgrid.resharding.naming import Naming, Rename
 from commgrid.resharding.optimizer_state import Optimizers
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
@@ -61,7 +60,7 @@ Model = nn.Module | Sequence[nn.Module] | Mapping[str, Tensor | Part | Sequence[
 """A module, a pipeline stage's chunks, or tensors by name: whole, DTensors, a part or several."""
 
 
-class Names:
+class Names(Naming):
     """The names of the tensors that are moved, on both sides.
 
     Args:
@@ -79,19 +78,14 @@ class Names:
     ) -> None:
         if isinstance(only, str):
             only = [only]
-        self._naming = Naming("", rename, padded)
+        super().__init__("", rename, padded)
         self._only = only if only is None or callable(only) else list(only)
         if isinstance(self._only, list) and not all(isinstance(p, str) for p in self._only):
             raise SpecError(f"only={self._only!r}: expected patterns of names, or a function")
 
     def rows_of(self, side: str) -> Rows:
         """The function that says how many entries of a side's tensor are no padding."""
-        return self._naming.padded.get if side == "target" else self._naming.rows_of_source
-
-    @property
-    def padded(self) -> list[str]:
-        """The target's tensors that are moved and may have padding."""
-        return [name for name in self._naming.padded if self.has(name)]
+        return self.padded.get if side == "target" else self.rows_of_source
 
     @property
     def is_partial(self) -> bool:
@@ -107,8 +101,8 @@ class Names:
         Raises:
             SpecError: names the pattern.
         """
-        names = [name for part in names for name in self._naming.on_target(part)]
-        self._naming.check_padded(names)
+        names = [name for part in names for name in self.on_target(part)]
+        self.check_padded(names)
         for pattern in self._only if isinstance(self._only, list) else ():
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise SpecError(
@@ -116,33 +110,21 @@ class Names:
                     f"{nearest(pattern, names)}; leave it out, or correct it"
                 )
 
-    @property
-    def cuts_target(self) -> bool:
-        """Whether the target's tensors have parts."""
-        return self._naming.cuts_target
-
-    def tied(self, side: str, aliases: Iterable[set[str]]) -> list[set[str]]:
-        """The names of tied weights as they are moved; without those of which only parts are."""
-        cut = self._naming.source if side == "source" else self._naming.target
-        each = [[cut(name).names for name in names] for names in aliases]
-        return [{*chain(*names)} for names in each if all(len(own) == 1 for own in names)]
-
-    def of_source(self, item: Item) -> list[Item]:
-        """The moved parts of a source tensor, by the target's names or the common ones."""
-        found = self._naming.source(item.path[-1], item.shape).items(item)
-        return [one for one in _held(item, found) if self.takes(one.path[-1])]
-
-    def of_target(self, item: Item) -> list[Item]:
-        """The moved parts of a target tensor, likewise."""
-        if not self.has(item.path[-1]):
+    def parts_of(self, side: str, item: Item) -> list[Item]:
+        """The moved parts of a side's tensor, by the target's names or the common ones."""
+        name, is_source = item.path[-1], side == "source"
+        if not is_source and not self.has(name):
             return []
-        return _held(item, self._naming.target(item.path[-1], item.shape).items(item))
+        cut = self.source if is_source else self.target
+        parts = cut(name, item.shape).items(item)
+        held = [part for part in parts if part.chunks or not item.chunks]  # or it has none of any
+        return [part for part in held if not is_source or self.takes(part.path[-1])]
 
     def takes(self, part: str) -> bool:
         """Whether a tensor of the target may have this, and is moved."""
-        if self._only is None or self._naming.cuts_source_alone:
+        if self._only is None or self.cuts_source_alone:
             return True
-        return any(map(self.has, self._naming.on_target(part)))
+        return any(map(self.has, self.on_target(part)))
 
     def has(self, name: str) -> bool:
         """Whether a tensor of this name on the target is moved."""
@@ -151,11 +133,6 @@ class Names:
         if callable(self._only):
             return self._only(name)
         return any(fnmatchcase(name, pattern) for pattern in self._only)
-
-
-def _held(item: Item, parts: list[Item]) -> list[Item]:
-    """Those parts of which this rank has boxes; all if it has none of the tensor."""
-    return [part for part in parts if part.chunks or not item.chunks]
 
 
 def tensors_of(model: Model) -> list[Any]:
@@ -229,8 +206,6 @@ def _mapped(name: str, given: Tensor | Part) -> Item:
     return Item(("model", name), shape, chunks, tensor.dtype)
 
 
-Tied = tuple[SharedNames, list[set[str]]]
-"""A rank's weights of which other stages have copies, and the names of those that modules share."""
 Looked = tuple[list[Item], ModelState | None]
 """The tensors of a model, and what else is known of it."""
 

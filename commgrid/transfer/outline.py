@@ -15,12 +15,11 @@ from commgrid.collectives.objects import at_first
 from commgrid.errors import TransferError
 from commgrid.resharding.layouts import GridLayouts
 from commgrid.resharding.local_boxes import refuse_shared_memory
-from commgrid.resharding.naming import ties_of
+from commgrid.resharding.naming import Tied, ties_of, ties_of_all
 from commgrid.resharding.plan import TransferPlan
 from commgrid.resharding.transport import message_device
-from commgrid.transfer.models import Tied
 from commgrid.transfer.sent_boxes import SentLayouts, check_groups, check_scales
-from commgrid.transfer.shared_boxes import check_replicas
+from commgrid.transfer.shared_boxes import SharedBoxes, check_replicas
 from commgrid.transfer.sides import SourceSide, TargetSide
 
 
@@ -35,7 +34,7 @@ class Outline:
         blocks: the messages between the source's ranks that bring together what cuts split; None:
             nothing is converted.
         device: of messages.
-        compares: whether copies are compared.
+        shared: boxes of the source of which ranks have copies; None: these are not compared.
         has_members: whether the source may be an ensemble.
         has_twins: whether a rank of the source has two tensors that are one weight of the target.
         all_offer: whether all ranks of the source have an optimizer.
@@ -47,7 +46,7 @@ class Outline:
     plan: TransferPlan
     blocks: TransferPlan | None
     device: torch.device
-    compares: bool
+    shared: SharedBoxes | None
     has_members: bool
     has_twins: bool
     all_offer: bool
@@ -78,12 +77,14 @@ class Outline:
         telling = partial(_Told.of, compares=compares)
         gathered = partial(_Sides.of, ranks)
         first = at_first(group, lambda: telling(source), gathered, _failed)
-        compares = all(one.compares for one in first.told)
-        if compares:
-            source.compare_boxes_of(first.layouts, group)
+        compared = all(one.compares for one in first.told)
+        shared = SharedBoxes(first.layouts, group) if compared else None
         sent = SentLayouts(first.layouts)
         if any(one.converts for one in first.told):
-            sent = at_first(group, source.tell_sent, partial(sent.converted, ranks), _failed)
+            sent = at_first(
+                group, lambda: source.sent and source.sent.told, partial(sent.converted, ranks),
+                _failed,
+            )  # fmt: skip
         offers = first.offers
         target.take_offer(sent.side.forms, chain.from_iterable(offers))
 
@@ -114,7 +115,7 @@ class Outline:
         at_first(group, plan, partial(_check_same, ranks), _failed)
         return cls(
             first.layouts, second.layouts, sent, plans[0], plans[1] if plans[1:] else None,
-            message_device(group, first.devices | second.devices), compares,
+            message_device(group, first.devices | second.devices), shared,
             any(one.members for one in first.told), any(one.twins for one in first.told),
             len(offers) == len(first.layouts.places),
         )  # fmt: skip
@@ -200,11 +201,7 @@ def _ties_of(told: Sequence[tuple[Tied, Tied, bool]]) -> list[set[str]]:
     sources, targets, converts = zip(*told, strict=True)
     if any(converts):
         return []
-    found = []
-    for side in (sources, targets):
-        shared, aliases = zip(*side, strict=True)
-        found += ties_of(shared, chain.from_iterable(aliases))
-    return ties_of([], found)
+    return ties_of([], [*ties_of_all(sources), *ties_of_all(targets)])
 
 
 def _failed(told: str) -> TransferError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -110,23 +109,9 @@ def lost_between(
     return found
 
 
-@dataclass(frozen=True)
-class _SharedKind:
-    """Tensors that lie alike, and those of their boxes that several ranks hold.
-
-    Args:
-        start: the number of the first tensor's first box, among all shared ones.
-        boxes: each with the places of the layouts that have it.
-    """
-
-    start: int
-    names: list[str]
-    boxes: list[tuple[Box, tuple[int, ...]]]
-
-    @property
-    def count(self) -> int:
-        """Its boxes, of all tensors."""
-        return len(self.names) * len(self.boxes)
+_Shared = tuple[int, list[str], Box, tuple[int, ...]]
+"""A box that several ranks hold of tensors that lie alike: its number of the first of these, which
+the others' follow, their names, the box, and the places of the layouts that have it."""
 
 
 class SharedBoxes:
@@ -147,7 +132,7 @@ class SharedBoxes:
         alike: dict[Any, list[str]] = {}
         for name, kind in side.kinds.items():
             alike.setdefault(kind, []).append(name)
-        self._kinds: list[_SharedKind] = []
+        self._shared: list[_Shared] = []
         self._sets: dict[tuple[int, ...], int] = {}  # places that share some boxes, numbered
         self._count = 0
         for names in alike.values():
@@ -155,14 +140,11 @@ class SharedBoxes:
             for place, form in side.held_as(names[0]).items():
                 for box in form.boxes:
                     places.setdefault(box, []).append(place)
-            shared = [
-                (box, tuple(have)) for box, have in places.items()
-                if sum(len(side.ranks_of[place]) for place in have) > 1
-            ]  # fmt: skip
-            self._kinds.append(_SharedKind(self._count, names, shared))
-            self._count += self._kinds[-1].count
-            for _, have in shared:
-                self._sets.setdefault(have, len(self._sets))
+            for box, have in places.items():
+                if sum(len(side.ranks_of[place]) for place in have) > 1:
+                    self._shared.append((self._count, names, box, tuple(have)))
+                    self._count += len(names)
+                    self._sets.setdefault(tuple(have), len(self._sets))
 
     def seem_to_differ(
         self, held: LocalBoxes | None, asks: bool
@@ -203,14 +185,14 @@ class SharedBoxes:
         if odd is None:
             return None
         count, first, by_rank = odd
-        name, box, places = self._box(first)
+        start, names, box, places = next(s for s in reversed(self._shared) if s[0] <= first)
         ranks = sorted(rank for place in places for rank in self._ranks_of[place])
         lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
         others = describe_ranks([one for one in ranks if one not in lead])
         more = f", and so do {count - 1} more tensors" if count > 1 else ""
         return (
-            f"{name}, of which {describe_ranks(ranks)} hold {list(box[1])} at {list(box[0])}, "
-            f"differs between {describe_ranks(lead)} and {others}{more}"
+            f"{names[first - start]}, of which {describe_ranks(ranks)} hold {list(box[1])} at "
+            f"{list(box[0])}, differs between {describe_ranks(lead)} and {others}{more}"
         )
 
     def _absent(self, count: int) -> Tensor:
@@ -219,14 +201,7 @@ class SharedBoxes:
 
     def _own_boxes(self, held: LocalBoxes | None) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
         """This rank's boxes, each with its number and the places that have it."""
-        for kind in self._kinds:
-            for b, (box, places) in enumerate(kind.boxes):
-                if held is not None and self._own in places:
-                    for n, name in enumerate(kind.names):
-                        number = kind.start + n * len(kind.boxes) + b
-                        yield number, held.view(name, box), places
-
-    def _box(self, number: int) -> tuple[str, Box, tuple[int, ...]]:
-        kind = next(each for each in self._kinds if number < each.start + each.count)
-        n, b = divmod(number - kind.start, len(kind.boxes))
-        return (kind.names[n], *kind.boxes[b])
+        for start, names, box, places in self._shared:
+            if held is not None and self._own in places:
+                for number, name in enumerate(names, start):
+                    yield number, held.view(name, box), places

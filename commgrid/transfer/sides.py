@@ -5,11 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint.agreement import compare_members, members_of
 from commgrid.equality.digest import digest
@@ -18,10 +17,11 @@ from commgrid.errors import GridMismatchError, SpecError, TransferError
 from commgrid.resharding.dtypes import scales_beside
 from commgrid.resharding.holders import Turns
 from commgrid.resharding.item import Item, Value, key_of, local_part, refuse_unwritable
-from commgrid.resharding.layouts import Form, GridLayouts
+from commgrid.resharding.layouts import Form
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_one_memory, refuse_overlaps
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import (
+    Tied,
     copy_of,
     first_name,
     not_taken,
@@ -37,13 +37,12 @@ from commgrid.transfer.models import (
     Model,
     Names,
     Part,
-    Tied,
     items_of,
     several,
     stateful,
     tensors_of,
 )
-from commgrid.transfer.sent_boxes import SentBoxes, ToldSent
+from commgrid.transfer.sent_boxes import SentBoxes
 from commgrid.transfer.shared_boxes import SharedBoxes
 
 _OPTIONS = "optimizer.param_groups."
@@ -60,10 +59,12 @@ class OneSide(ABC):
         names: what is moved, and what it is called.
 
     Attributes:
+        what: the side's name.
         held: since `hold` was called last; of a target's optimizer state, new tensors.
         ties: the names of each tied weight of either side, under the first of which it is moved.
     """
 
+    what: ClassVar[str]
     model: Model | None
     grid: HyperCommGrid | None
     optimizer: Optimizers | None
@@ -74,18 +75,13 @@ class OneSide(ABC):
     _state: ModelState | None = field(default=None, init=False)
     _seen: list[Any] = field(default_factory=list, init=False)
 
-    @property
-    @abstractmethod
-    def what(self) -> str:
-        """The side's name in messages."""
-
     def tied(self) -> Tied:
         """The names of this rank's tied weights, as they are moved."""
         if self.grid is None or self.model is None or isinstance(self.model, Mapping):
             return {}, []
         self._looked = items_of(self.model, self.grid, self.names.rows_of(self.what))
         items, state = self._looked
-        parts = [part for item in items for part in self._parts_of(item)]
+        parts = [part for item in items for part in self.names.parts_of(self.what, item)]
         aliases = state.aliases if state is not None else []
         return shared_in(parts), self.names.tied(self.what, aliases)
 
@@ -132,10 +128,6 @@ class OneSide(ABC):
         return self._state is not None and bool(self._state.own_axes)
 
     @abstractmethod
-    def _parts_of(self, item: Item) -> list[Item]:
-        """The moved parts of a tensor."""
-
-    @abstractmethod
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         """Adds the tensors of the model and its optimizer."""
 
@@ -156,19 +148,15 @@ class SourceSide(OneSide):
             names that they are moved with, or that they have if they are not.
     """
 
+    what = "source"
     given: Sequence[Convert] = ()
     room: int = 0
     sent: SentBoxes | None = field(default=None, init=False)
     values: dict[str, Any] = field(default_factory=dict, init=False)
     more: tuple[str, ...] | None = field(default=None, init=False)
     scales: dict[str, list[str]] = field(default_factory=dict, init=False)
-    _boxes: SharedBoxes | None = field(default=None, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
     _items: list[Item] = field(default_factory=list, init=False)
-
-    @property
-    def what(self) -> str:
-        return "source"
 
     def hold(self) -> LocalBoxes | None:
         before, held = self.held, super().hold()
@@ -180,15 +168,6 @@ class SourceSide(OneSide):
     def sending(self) -> LocalBoxes | None:
         """The boxes to send."""
         return self.held if self.sent is None else self.sent
-
-    def tell_sent(self) -> ToldSent | None:
-        """The message to other ranks; None: this rank is not on the source, or has no convert=."""
-        return None if self.sent is None else self.sent.told
-
-    def end_sending(self) -> None:
-        """Gives back the memory of a run."""
-        if self.sent is not None:
-            self.sent.end()
 
     @property
     def has_twins(self) -> bool:
@@ -219,9 +198,6 @@ class SourceSide(OneSide):
         if self._state is not None:
             compare_members(self._items, self._state)
 
-    def _parts_of(self, item: Item) -> list[Item]:
-        return self.names.of_source(item)
-
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         values: list[Value] = []
         self._items = list(items)
@@ -230,7 +206,7 @@ class SourceSide(OneSide):
         dtypes = {item.path[-1]: item.form.dtype for item in items}
         self.scales = {}
         for item in items:
-            for part in self.names.of_source(item):
+            for part in self.names.parts_of(self.what, item):
                 name = part.path[-1]
                 other = called.setdefault(name, item.path[-1])
                 first = first_name(name, self.ties)
@@ -257,26 +233,12 @@ class SourceSide(OneSide):
             self.more = tuple(value.key for value in values)
         self.values = {value.key: value.plain for value in values if value.writes}
 
-    def compare_boxes_of(self, side: GridLayouts, group: ProcessGroup) -> None:
-        """Hears what is to be equal between ranks.
-
-        Args:
-            side: what all ranks hold.
-            group: of the ranks of both sides.
-        """
-        self._boxes = SharedBoxes(side, group)
-
     def check_values(self) -> None:
         """As `OptimizerState.check_values`; collective over the source."""
         if self._optimizer_state is not None:
             self._optimizer_state.check_values()
 
-    def copies_seem_to_differ(self, asks: bool) -> tuple[bool, bool, Exception | None]:
-        """As `SharedBoxes.seem_to_differ`; collective over both sides."""
-        assert self._boxes is not None  # copies are compared
-        return self._boxes.seem_to_differ(self.held, asks)
-
-    def compare_copies(self) -> None:
+    def compare_copies(self, shared: SharedBoxes) -> None:
         """Refuses to send one of several copies that differ.
 
         Collective over both sides.
@@ -284,20 +246,16 @@ class SourceSide(OneSide):
         Raises:
             GridMismatchError: names tensor and ranks.
         """
-        told = self._boxes.differing(self.held) if self._boxes is not None else None
+        told = shared.differing(self.held)
         if told is not None:
+            advice = 'where copies may differ, say copies="any"'
+            if self._state is not None and self._state.own_axes:
+                advice = members_of(self._state.own_axes)
             raise GridMismatchError(
                 f"{told}; these should be copies, of which any may be sent. Give slices in a "
                 "mapping as Part(tensor, shape, offset), and tensors of different stages the names "
-                f"that they have in the whole model; {self._where_copies_differ}"
+                f"that they have in the whole model; {advice}"
             )
-
-    @property
-    def _where_copies_differ(self) -> str:
-        """The advice for copies that differ on purpose."""
-        if self._state is not None and self._state.own_axes:
-            return members_of(self._state.own_axes)
-        return 'where copies may differ, say copies="any"'
 
 
 @dataclass
@@ -309,6 +267,7 @@ class TargetSide(OneSide):
         wants: whether the source has an optimizer.
     """
 
+    what = "target"
     more: tuple[str, ...] | None = field(default=None, init=False)
     wants: bool = field(default=False, init=False)
     _optimizer_state: OptimizerState | None = field(default=None, init=False)
@@ -316,10 +275,6 @@ class TargetSide(OneSide):
     _writable: tuple[LocalBoxes, bool] | None = field(default=None, init=False)  # when it was so
     _told: frozenset[str] = field(default=frozenset(), init=False)
     _merges: list[Callable[[], None]] = field(default_factory=list, init=False)
-
-    @property
-    def what(self) -> str:
-        return "target"
 
     def hold(self) -> LocalBoxes | None:
         held, mode = super().hold(), torch.is_inference_mode_enabled()
@@ -344,13 +299,10 @@ class TargetSide(OneSide):
         self._stored = with_twins(stored | dict.fromkeys(self._told), self.ties)
         self.wants = bool(self._told)
 
-    def _parts_of(self, item: Item) -> list[Item]:
-        return self.names.of_target(item)
-
     def _fill(self, held: LocalBoxes, items: Iterable[Item], grid: HyperCommGrid) -> None:
         self._merges = []
         for item in items:
-            for part in self.names.of_target(item):
+            for part in self.names.parts_of(self.what, item):
                 name = part.path[-1]
                 read = key_of(read_from(part, self._stored)).removeprefix("model.")
                 if (form := self._stored.get(part.key)) is not None:
@@ -418,10 +370,11 @@ class TargetSide(OneSide):
 
     def clear_padding(self) -> None:
         """Make tensors zero that have padding, before they get new numbers."""
+        padded = [name for name in self.names.padded if self.names.has(name)]
         if self._state is not None:
-            self._state.clear_padding(self.names.padded)
+            self._state.clear_padding(padded)
         elif isinstance(self.model, Mapping):
-            for name in self.names.padded:
+            for name in padded:
                 for each in several(self.model.get(name, ())):
                     local_part(each.tensor if isinstance(each, Part) else each).zero_()
 

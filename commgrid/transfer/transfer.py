@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.timeouts import Seconds, as_seconds, timeouts
 from commgrid.resharding.local_boxes import LocalBoxes, refuse_shared_memory
 from commgrid.resharding.naming import Rename
-from commgrid.resharding.plan import TransferPlan
+from commgrid.resharding.plan import Message, TransferPlan
+from commgrid.resharding.transport import Carrier, most_of
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.named_failures import GoneError, no_answer_of
 from commgrid.store.search import first_line
 from commgrid.torch_compat.peer_errors import as_peer_error, is_peer_failure, is_store_gone
 from commgrid.transfer.barriers import TransferBarriers
-from commgrid.transfer.carriage import Carriage
 from commgrid.transfer.conversion import Conversion, conversions
 from commgrid.transfer.models import (
     Model,
@@ -42,7 +43,7 @@ from commgrid.transfer.outline import Outline
 from commgrid.transfer.shared_boxes import lost_between
 from commgrid.transfer.shared_devices import shared_devices
 from commgrid.transfer.sides import SourceSide, TargetSide
-from commgrid.transfer.verification import Verification
+from commgrid.transfer.verification import verify as verify_run
 
 COPIES = ("compare", "any")
 _TIMEOUT = 600.0
@@ -153,6 +154,8 @@ class Transfer:
         self._staged = staged
         self._name, self._legend = name, ""
         self._nothing = LocalBoxes()
+        self._messages: dict[TransferPlan, list[Message]] = {}  # the same in every run
+        self._carriers: dict[TransferPlan, Carrier] = {}
         names = Names(rename, only, padded)
         ours, theirs = optimizers_of(optimizer, rename=rename, only=only, convert=convert)
         self._source = SourceSide(
@@ -166,10 +169,10 @@ class Transfer:
         ) as pair:  # fmt: skip
             self._legend, self._store = pair.legend, pair.numbering.store
             self._barriers = TransferBarriers(pair.key, pair.numbering, pair.ranks, pair.leftovers)
-            sharing = shared_devices(self._barriers, pair.backend, self._timeout)
+            self._sharing = shared_devices(self._barriers, pair.backend, self._timeout)
             self._pair_group = PairGroup(
                 pair, f"transfer {name!r}", pair.ranks, self._grids.values(),
-                backend=sharing.backend, timeout=self._timeout, told=self._barriers.interrupt,
+                backend=self._sharing.backend, timeout=self._timeout, told=self._barriers.interrupt,
             )  # fmt: skip
             self._group = self._pair_group.group
             self._close = weakref.finalize(self, _end, self._pair_group, self._barriers)
@@ -183,10 +186,6 @@ class Transfer:
                     self._source, self._target, self._group, pair.ranks, copies == "compare"
                 )
                 self.plan = self._outline.plan
-                self._carriage = Carriage(
-                    self._group, pair.ranks, self._barriers.rank, self._outline.device, max_bytes,
-                    self._timeout, sharing,
-                )  # fmt: skip
                 self._barriers.come("planned", self._timeout, "did not get as far as its plan")
                 self._pair_group.begin()
             except BaseException as error:
@@ -255,7 +254,7 @@ class Transfer:
                 received = target.beside()
             else:
                 self._target.clear_padding()
-            self._carriage.carry(self.plan, source, received)
+            self._carry(self.plan, source, received)
             self._barriers.come(barrier, self._timeout, "did not finish a transfer")
             consequence = _UNUSABLE
             if self._staged:
@@ -264,7 +263,7 @@ class Transfer:
             if verify:
                 barrier = f"{start} is verified"
                 ranks = self._barriers.rank, self._group, self._outline.device
-                Verification(self.plan, self._outline.target, *ranks).check(source, target)
+                verify_run(self.plan, self._outline.target, source, target, *ranks)
                 self._barriers.come(barrier, self._timeout, "did not verify a transfer")
             self._target.finish(values)
         except BaseException as error:
@@ -275,14 +274,35 @@ class Transfer:
                 raise
             raise told from error
         finally:
-            self._source.end_sending()
+            if self._source.sent is not None:
+                self._source.sent.end()
 
     def _bring_together(self) -> None:
         """Fetches what others hold of the blocks that this rank converts."""
         if self._outline.blocks is not None:
             held, sent = self._source.held or self._nothing, self._source.sent
             split = sent.begin() if sent is not None else self._nothing
-            self._carriage.carry(self._outline.blocks, held, split)
+            self._carry(self._outline.blocks, held, split)
+
+    def _carry(self, plan: TransferPlan, source: LocalBoxes, target: LocalBoxes) -> None:
+        """Carries out a plan, and waits until all ranks have done so.
+
+        Buffers and messages of one run serve the next where the tensors are still the same.
+        """
+        rank, sharing = self._barriers.rank, self._sharing
+        if plan not in self._messages:
+            self._messages[plan] = plan.messages(rank, most_of(self._max_bytes))
+        carrier = self._carriers.get(plan)
+        if carrier is None or not carrier.holds(source, target):
+            carrier = Carrier(
+                self._group, self._barriers.ranks, self._outline.device, source, target,
+                self._max_bytes, self._messages[plan], partial(plan.copies, rank), self._timeout,
+                sharing.ranks, sharing.device,
+            )  # fmt: skip
+            if source.is_lasting and target.is_lasting:
+                self._carriers[plan] = carrier
+        carrier.carry()
+        carrier.meet()
 
     def _prepare(self) -> None:
         """Check that this rank's tensors are as they were planned."""
@@ -317,12 +337,13 @@ class Transfer:
         """
         if self._outline.has_twins:
             self._agree(self._source.compare_twins, lambda _: None)
-        if not self._outline.compares:
+        shared = self._outline.shared
+        if shared is None:
             if self._outline.has_members:
                 self._agree(self._source.compare_members, lambda _: None)
             asked = torch.tensor([verify], dtype=torch.int32, device=self._outline.device)
             return bool(all_reduce(asked, self._group, op="max"))
-        differ, verify, failed = self._source.copies_seem_to_differ(verify)
+        differ, verify, failed = shared.seem_to_differ(self._source.held, verify)
         if not differ:
             return verify
 
@@ -331,7 +352,7 @@ class Transfer:
                 raise failed
 
         self._agree(tell, lambda _: None)
-        self._agree(self._source.compare_copies, lambda _: None)
+        self._agree(lambda: self._source.compare_copies(shared), lambda _: None)
         return verify
 
     def _check_numbers(self) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid.collectives.plain import all_reduce
@@ -19,79 +19,70 @@ from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.plan import Move, TransferPlan
 
 _WORDS = 1 << 64
+Key = TypeVar("Key")
 
 
-class Verification:
-    """Sums of digests, in which equal boxes of the source and the target cancel.
+def verify(
+    plan: TransferPlan,
+    layouts: GridLayouts,
+    source: LocalBoxes,
+    target: LocalBoxes,
+    rank: int,
+    group: ProcessGroup,
+    device: torch.device,
+) -> None:
+    """Refuse a target that differs from its source; collective over the group.
 
-    A sender adds the digest of each box, in the dtype that it travels in and then in the target's;
-    its receiver subtracts that of its own tensor. Each is times an odd number of its box and
-    receiver, so that boxes that were exchanged differ, too.
+    Sums of digests are compared, in which equal boxes of the source and the target cancel. A sender
+    adds the digest of each box, in the dtype that it travels in and then in the target's; its
+    receiver subtracts that of its own tensor. Each is times an odd number of its box and receiver,
+    so that boxes that were exchanged differ, too.
 
     Args:
         plan: of the transfer.
-        target: what its ranks hold.
+        layouts: what the target's ranks hold.
+        source, target: what this rank holds.
         rank: this one.
         group: of the ranks of both sides.
         device: to sum on.
+
+    Raises:
+        TransferError: on all ranks; names the first tensor, and the ranks that hold it.
     """
+    dtypes = {name: form.torch_dtype for name, form in sorted(layouts.forms.items())}
 
-    def __init__(
-        self,
-        plan: TransferPlan,
-        target: GridLayouts,
-        rank: int,
-        group: ProcessGroup,
-        device: torch.device,
-    ) -> None:
-        self._plan, self._rank, self._group, self._device = plan, rank, group, device
-        self._dtypes: dict[str, torch.dtype] = {
-            name: form.torch_dtype for name, form in sorted(target.forms.items())
-        }
-
-    def check(self, source: LocalBoxes, target: LocalBoxes) -> None:
-        """Refuse a target that differs; collective over the group.
-
-        Args:
-            source, target: what this rank holds.
-
-        Raises:
-            TransferError: on all ranks; names the first tensor, and the ranks that hold it.
-        """
-        sums = dict.fromkeys(self._dtypes, 0)
-        for name, _, value in self._digests(source, target):
-            sums[name] += value
-        differing = self._total(list(sums.values())).nonzero().flatten().tolist()
-        if not differing:
-            return
-        first = [*sums][differing[0]]
-        ranks = self._plan.target_ranks
-        by_rank = dict.fromkeys(ranks, 0)
-        for name, receiver, value in self._digests(source, target):
-            by_rank[receiver] += value * (name == first)
-        odd = self._total(list(by_rank.values())).nonzero().flatten().tolist()
-        more = f", and so do {len(differing) - 1} more tensors" if len(differing) > 1 else ""
-        raise TransferError(
-            f"{first} on {describe_ranks(ranks[place] for place in odd)} of the target differs "
-            f"from the source{more}; see whether another thread or stream writes to "
-            "a model during run(), then look for a faulty device or link"
-        )
-
-    def _digests(self, source: LocalBoxes, target: LocalBoxes) -> Iterator[tuple[str, int, int]]:
+    def digests() -> Iterator[tuple[str, int, int]]:
         """Each box of this rank: its tensor's name, its receiver, and what goes into the sum."""
-        for move in (*self._plan.moves(self._rank), *self._plan.copies(self._rank)):
+        for move in (*plan.moves(rank), *plan.copies(rank)):
             name, factor = move.tensor.name, _factor(move)
-            if move.sender == self._rank:
+            if move.sender == rank:
                 view = source.view(move.tensor.source, move.box)
-                sent = view.to(dtype_of(move.tensor.dtype)).to(self._dtypes[name])
+                sent = view.to(dtype_of(move.tensor.dtype)).to(dtypes[name])
                 yield name, move.receiver, int(digest(sent)) * factor
-            if move.receiver == self._rank:
+            if move.receiver == rank:
                 yield name, move.receiver, -int(digest(target.view(name, move.box))) * factor
 
-    def _total(self, values: list[int]) -> Tensor:
-        """The sums of all ranks, of which those of equal tensors are 0."""
-        signed = [(value + _WORDS // 2) % _WORDS - _WORDS // 2 for value in values]
-        return all_reduce(torch.tensor(signed, device=self._device), self._group, op="sum")
+    def differing(sums: dict[Key, int]) -> list[Key]:
+        """Those of which the sums of all ranks are not 0."""
+        signed = [(value + _WORDS // 2) % _WORDS - _WORDS // 2 for value in sums.values()]
+        total = all_reduce(torch.tensor(signed, device=device), group, op="sum").tolist()
+        return [key for key, value in zip(sums, total, strict=True) if value]
+
+    sums = dict.fromkeys(dtypes, 0)
+    for name, _, value in digests():
+        sums[name] += value
+    names = differing(sums)
+    if not names:
+        return
+    by_rank = dict.fromkeys(plan.target_ranks, 0)
+    for name, receiver, value in digests():
+        by_rank[receiver] += value * (name == names[0])
+    more = f", and so do {len(names) - 1} more tensors" if len(names) > 1 else ""
+    raise TransferError(
+        f"{names[0]} on {describe_ranks(differing(by_rank))} of the target differs "
+        f"from the source{more}; see whether another thread or stream writes to "
+        "a model during run(), then look for a faulty device or link"
+    )
 
 
 def _factor(move: Move) -> int:
