@@ -25,12 +25,11 @@ from torch.distributed import ProcessGroup
 from commgrid.collectives.common_group import DATA, common_group
 from commgrid.collectives.group_ref import name_of
 from commgrid.equality.comparison import ByRank, Fact, compare, odd_places
-from commgrid.equality.digest import MANTISSA, condensed, digest
+from commgrid.equality.digest import MANTISSA, condensed, device_for, digest
 from commgrid.equality.values import exact_number_of, number_of
 from commgrid.errors import GridMismatchError, NotInGroupError, UnknownGroupError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.runtime.grid import HyperCommGrid
-from commgrid.torch_compat.groups import devices_of
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class _Digests:
 
 def _fact(group: ProcessGroup, copies: Sequence[Copy], digests: _Digests) -> Fact:
     """The number, names and types of copies and one digest of all, which are equal together."""
-    whole = digests.of_all(copies, devices_of(group)[-1])
+    whole = digests.of_all(copies, device_for(group))
     names = exact_number_of([copy.key or copy.name for copy in copies])
     kinds = exact_number_of([(str(copy.tensor.dtype), copy.tensor.shape) for copy in copies])
     return Fact(group, [len(copies), names, kinds, whole], partial(_told, group, copies, digests))
@@ -123,7 +122,7 @@ def _told(
     by_rank: ByRank,
 ) -> GridMismatchError | None:  # fmt: skip
     """The error that names the first tensor that differs; collective over the group."""
-    device, ranks, named = devices_of(group)[-1], list(by_rank), name_of(group)
+    device, ranks, named = device_for(group), list(by_rank), name_of(group)
     if place < 2:
         who = _holders(ranks, [tuple(row[:2]) for row in by_rank.values()])
         told = " and ".join(f"{count:g} on {describe_ranks(r)}" for (count, _), r in who)

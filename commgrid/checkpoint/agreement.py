@@ -14,7 +14,9 @@ from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint.writer import Report
 from commgrid.collectives.common_group import common_group
-from commgrid.collectives.objects import gathered, while_others_wait
+from commgrid.collectives.objects import while_others_wait
+from commgrid.collectives.plain import all_gather
+from commgrid.equality.digest import device_for
 from commgrid.equality.values import number_of
 from commgrid.errors import (
     CheckpointError,
@@ -206,12 +208,12 @@ def axes_apart(items: Sequence[Item | Value], model: ModelState) -> list[str]:
 
     Collective over the ranks along each of these axes.
     """
-    mine = int(number_of(sorted(item.key for item in items if item.path[0] == "model")))
+    mine = number_of(sorted(item.key for item in items if item.path[0] == "model"))
     return [
         axis
         for axis in model.own_axes
         for group in groups_along([axis], model.grid)
-        if len(set(gathered(mine, group))) > 1
+        if len(set(all_gather(mine.to(device_for(group)).view(1), group).flatten().tolist())) > 1
     ]
 
 

@@ -38,14 +38,13 @@ from commgrid.data_parallel.groups import ReductionGroups
 from commgrid.data_parallel.scaling import Scaling
 from commgrid.data_parallel.slot import KeptGradient, Slot
 from commgrid.equality.comparison import ByRank, Fact, compare, ends_of, first_place
-from commgrid.equality.digest import MANTISSA, digest
+from commgrid.equality.digest import MANTISSA, device_for, digest
 from commgrid.equality.inputs import InputRecord, norm_and_sum
 from commgrid.equality.values import exact_number_of
 from commgrid.errors import CommGridError, GridMismatchError
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.parameters import Placement
 from commgrid.planning.region import STANDARD
-from commgrid.torch_compat.groups import devices_of
 
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-2}
 _HALF_TOLERANCE = 0.1  # bf16 has 8 bits, and a backward of many layers adds up their rounding
@@ -207,7 +206,7 @@ class StepComparison:
             with suppress(CommGridError):  # this rank is not in it, or it is suspended
                 own[name] = self._groups.grid.get_group(name)
         noted = [name in own and self._inputs.has_batches(own[name]) for name in names]
-        mine = torch.tensor(noted, device=devices_of(self._stage)[-1]).long()
+        mine = torch.tensor(noted, device=device_for(self._stage)).long()
         found = zip(names, all_reduce(mine, self._stage, op="max").tolist(), strict=True)
         yield from dict.fromkeys(own[name] for name, noted in found if noted and name in own)
 

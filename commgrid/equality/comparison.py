@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 
 from commgrid.collectives.objects import gathered
 from commgrid.collectives.plain import all_gather, all_reduce
+from commgrid.equality.digest import device_for
 from commgrid.errors import CommGridError, GridMismatchError
-from commgrid.torch_compat.groups import devices_of
 
 ByRank = Mapping[int, Sequence[float]]
 """Each rank's numbers of a fact."""
@@ -96,7 +96,7 @@ def on_all(
         everyone, mark: as for `compare`.
     """
     for group in everyone:
-        mine = torch.tensor([wrong is not None, mark], device=devices_of(group)[-1]).long()
+        mine = torch.tensor([wrong is not None, mark], device=device_for(group)).long()
         is_wrong, mark = map(bool, all_reduce(mine, group, op="max").tolist())
         if is_wrong:
             said = gathered("" if wrong is None else str(wrong), group)
@@ -132,7 +132,7 @@ def _compare(group: ProcessGroup, facts: list[Fact]) -> CommGridError | None:
     given = [torch.as_tensor(fact.numbers, dtype=torch.float64) for fact in facts]
     numbers = torch.cat(given)
     both = torch.cat([numbers, -numbers])
-    both = torch.where(both.isnan(), -torch.inf, both).to(devices_of(group)[-1])
+    both = torch.where(both.isnan(), -torch.inf, both).to(device_for(group))
     ends = all_reduce(both, group, op="max").cpu()
     largest, smallest = torch.where(ends == -torch.inf, torch.nan, ends).chunk(2)
     sizes = [len(each) for each in given]
@@ -140,7 +140,7 @@ def _compare(group: ProcessGroup, facts: list[Fact]) -> CommGridError | None:
     for fact, own, (high, low) in zip(facts, given, ends_of_each, strict=True):
         place = (fact.differs or exactly)(high, low)
         if place is not None:
-            rows = all_gather(own.to(devices_of(group)[-1]), group).view(group.size(), -1)
+            rows = all_gather(own.to(device_for(group)), group).view(group.size(), -1)
             ranks = dist.get_process_group_ranks(group)
             told = fact.error(place, dict(zip(ranks, rows.tolist(), strict=True)))
             if told is not None:

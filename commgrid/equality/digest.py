@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from functools import cache, lru_cache
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 MANTISSA = 2**52 - 1
 """Whole numbers up to it are exact in fp64."""
@@ -130,3 +132,9 @@ def _weights(device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**63), 2**63 - 1, (_BLOCK,), generator=generator, device="cpu")
     return drawn.bitwise_or_(1).to(device)
+
+
+def device_for(group: ProcessGroup) -> torch.device:
+    """The device on which a group compares numbers: CUDA with nccl, else the CPU."""
+    cuda = "nccl" in dist.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
