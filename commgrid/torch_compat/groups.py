@@ -253,8 +253,11 @@ def backend_of(group: dist.ProcessGroup) -> str:
 
 def devices_of(group: dist.ProcessGroup) -> list[torch.device]:
     """A device of this process for each backend of the group: where its tensors may live."""
+    config = c10d._world.pg_backend_config.get(group)
+    if config is None:  # the grid has suspended it and made another; a program may keep this one
+        config = ",".join(f"{kind.type}:{group.name()}" for kind in group._device_types)
     found: dict[str, torch.device] = {}
-    for pair in c10d._world.pg_backend_config[group].split(","):
+    for pair in config.split(","):
         kind, _, backend = pair.partition(":")
         if kind == "cpu":
             found[backend] = torch.device("cpu")

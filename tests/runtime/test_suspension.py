@@ -29,6 +29,7 @@ from commgrid import (
     UnknownGroupError,
 )
 from commgrid.collectives import all_reduce
+from commgrid.collectives.objects import gathered
 from commgrid.data_parallel import GradientReducer, ShardedOptimizer
 from commgrid.pipeline import Pipeline
 from commgrid.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -207,6 +208,37 @@ def test_layers_reducers_pipelines_and_optimizers_go_on(sizes: dict[str, int]) -
     with_pauses = run_on_ranks(trained, math.prod(sizes.values()), sizes, True)
     assert with_pauses == run_on_ranks(trained, math.prod(sizes.values()), sizes, False)
     assert with_pauses[0][-1] < with_pauses[0][0]
+
+
+def other_options(pauses: bool) -> str:
+    """Ranks whose optimizers differ from the third step on, with a group that was kept."""
+    grid = commgrid.initialize(dp=2)
+    kept = grid.get_group("dp")
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    reducer = GradientReducer(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):
+        optimizer.param_groups[0]["lr"] = 0.1 + grid.rank * (step == 2)
+        model(torch.ones(1, 2)).sum().backward()
+        try:
+            reducer.finish()
+        except GridMismatchError as error:
+            assert gathered(grid.rank, kept) == [0, 1]
+            return str(error)
+        optimizer.step()
+        reducer.zero_grad()
+        if pauses:
+            grid.suspend()
+            grid.resume()
+    return ""
+
+
+def test_a_difference_is_named_after_a_pause_as_without_one() -> None:
+    """The reducer keeps its groups, of which torch's tables know nothing any more."""
+    with_pauses = run_on_ranks(other_options, 2, True)
+    assert with_pauses == run_on_ranks(other_options, 2, False)
+    assert "lr=0.1 and 1.1 on ranks 0 and 1" in with_pauses[0]
 
 
 def with_fsdp(pauses: bool) -> list[float]:
