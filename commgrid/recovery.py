@@ -8,14 +8,12 @@ else the last checkpoint is loaded.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from commgrid import checkpoint
@@ -35,7 +33,7 @@ from commgrid.checkpoint.writer import Report
 from commgrid.collectives.objects import at_first, gathered
 from commgrid.equality.lost_numbers import lost_by_all, refuse_lost
 from commgrid.errors import CheckpointError
-from commgrid.resharding.item import Chunk, Item, Value
+from commgrid.resharding.item import Item, Value
 from commgrid.resharding.layouts import Form, GridLayouts
 from commgrid.resharding.local_boxes import LocalBoxes
 from commgrid.resharding.naming import ties_of_all
@@ -137,13 +135,7 @@ def recover(
         own, same = restored.extra_per_rank, restored.same_layout
         return Recovered(step, CHECKPOINT, restored.extra, own, chosen.lost, same)
     mine = next((state for state in kept_states(grid.name) if state.tag == chosen.tag), None)
-    forms = at_first(
-        group,
-        lambda: None if mine is None else mine.forms,
-        lambda told: next(each for each in told if each is not None),
-        failed,
-    )
-    loading = Loading(grid, lambda: _Memory(mine, forms, grid, group), model, optimizer)
+    loading = Loading(grid, lambda: _Memory(mine, chosen.forms, grid, group), model, optimizer)
     loading.ties = at_first(group, loading.look, ties_of_all, failed)
     at_first(group, loading.plan, loading.check_all, failed)
     refuse_lost(at_first(group, lambda: loading.read(lambda *_: None), lost_by_all, failed))
@@ -162,12 +154,14 @@ class _Chosen:
         tag: of a whole state in memory; None: the checkpoint.
         step: of the state; 0: the checkpoint says it.
         source: as `Recovered` has it.
+        forms: of the state in memory.
         lost: what is missing of the newest state that is not whole.
     """
 
     tag: str | None
     step: int
     source: str
+    forms: Mapping[str, Form | None]
     lost: tuple[str, ...] = ()
 
 
@@ -186,12 +180,12 @@ def _choose(told: Sequence[Inventory], folder: str | Path | None, grid: str) -> 
         if saved and saved[0] > having[0].step:
             break
         if not missing(having, with_others=False):
-            return _Chosen(tag, having[0].step, MEMORY)
+            return _Chosen(tag, having[0].step, MEMORY, having[0].forms)
         if not missing(having, with_others=True):
-            return _Chosen(tag, having[0].step, NEIGHBOURS)
+            return _Chosen(tag, having[0].step, NEIGHBOURS, having[0].forms)
         lost = lost or missing(having, with_others=True)
     if saved:
-        return _Chosen(None, 0, CHECKPOINT, tuple(lost))
+        return _Chosen(None, 0, CHECKPOINT, {}, tuple(lost))
     more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
     what = (
         f"no rank that is left has all of {', '.join(lost[:_NAMED])}{more} in memory"
@@ -222,21 +216,17 @@ class _Memory:
         for one in reversed(gathered(told, self._group) if self._group is not None else [told]):
             values.update(one)
         source = LocalBoxes() if self._mine is None else self._mine.boxes
-        target, late = LocalBoxes(), list[tuple[Tensor, Tensor]]()
+        target, late = LocalBoxes(), list[tuple[Item, Item]]()
         for item in wanted:
-            if not isinstance(item, Item):
-                continue
-            form = self.forms[item.key]
-            assert form is not None  # `check` has refused values
-            dtype, chunks = form.torch_dtype, []
-            for offset, data in item.chunks:
-                made = data if data.dtype == dtype else torch.empty_like(data, dtype=dtype)
-                late += [] if made is data else [(data, made)]
-                chunks.append(Chunk(offset, made))
-            target.add(replace(item, chunks=chunks, dtype=dtype))
+            if isinstance(item, Item):
+                form = self.forms[item.key]
+                assert form is not None  # `check` has refused values
+                read = item if item.dtype == form.torch_dtype else item.empty(form.torch_dtype)
+                late += [] if read is item else [(item, read)]
+                target.add(read)
         self._carry(source, target)
         for live, read in late:
-            live.copy_(read)
+            live.take(read)
         return {item.key: values[item.key] for item in wanted if isinstance(item, Value)}
 
     def _carry(self, source: LocalBoxes, target: LocalBoxes) -> None:

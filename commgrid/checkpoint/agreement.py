@@ -158,25 +158,21 @@ def compare_copies(items: Sequence[Item | Value], model: ModelState) -> None:
     everywhere = [groups_along([axis], grid) for axis in axes if axis != "pp"]
     told = differing(_copies(items, grid), groups=[one for groups in everywhere for one in groups])
     if told is not None:
+        other = (
+            "where copies may differ, as kernels that are not deterministic make them, "
+            'copies="first" writes the first rank\'s'
+        )
         raise GridMismatchError(
             f"{told}; these should be copies, of which one would have been saved for all. Where "
             "ranks have slices, say so with a ShardedModule's shard_dims; of buffers that ranks "
-            f"have of their own, with mark_buffers(…, own=); {_where_copies_differ(model)}"
+            f"have of their own, with mark_buffers(…, own=); {members_of(model.own_axes, other)}"
         )
 
 
-def _where_copies_differ(model: ModelState) -> str:
-    """The advice for copies that differ on purpose."""
-    if model.own_axes:
-        return members_of(model.own_axes)
-    return (
-        "where copies may differ, as kernels that are not deterministic make them, "
-        'copies="first" writes the first rank\'s'
-    )
-
-
-def members_of(axes: Sequence[str]) -> str:
-    """The advice for an ensemble along axes of the user's own."""
+def members_of(axes: Sequence[str], otherwise: str = "") -> str:
+    """The advice for an ensemble along axes of the user's own; `otherwise` where there are none."""
+    if not axes:
+        return otherwise
     return (
         f"members of an ensemble along {' or '.join(axes)} need a grid each, or modules with names "
         "of their own"
@@ -262,7 +258,7 @@ def _copies(
                     copies.append(Copy(item.key, chunk.data, (item.shared,), key))
                     num_shared += 1
         elif item.copies:
-            number = number_of([item.plain, item.of])
+            number = number_of([item.value, item.of])
             copies.append(Copy(item.key, number, groups_of(item.copies)))
     return copies
 

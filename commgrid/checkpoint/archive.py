@@ -17,7 +17,6 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import IO, Any, cast
 
 import torch
@@ -66,18 +65,8 @@ def _stored(archive: memoryview, part: zipfile.ZipInfo) -> memoryview:
     return archive[start : start + part.file_size]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """How a tensor lies in the bytes of an archive.
-
-    Args:
-        dtype, size, stride, offset: the tensor's; the offset in elements.
-    """
-
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+_Form = tuple[torch.dtype, torch.Size, tuple[int, ...], int]
+"""How a tensor lies in the bytes of an archive: dtype, size, stride, and offset in elements."""
 
 
 class Tensors:
@@ -110,8 +99,8 @@ class Tensors:
         form = self._forms[described]
         if form is None:
             return _loaded(archive)
-        numbers = torch.frombuffer(stored, dtype=form.dtype)
-        return numbers.as_strided(form.size, form.stride, form.offset)
+        dtype, size, stride, offset = form
+        return torch.frombuffer(stored, dtype=dtype).as_strided(size, stride, offset)
 
 
 def _form_of(archive: memoryview) -> _Form | None:
@@ -121,7 +110,7 @@ def _form_of(archive: memoryview) -> _Form | None:
     plain = type(empty) is Tensor and empty.layout == torch.strided and not empty.is_quantized
     if not plain or empty.is_conj() or empty.is_neg():
         return None
-    return _Form(empty.dtype, tuple(empty.size()), empty.stride(), int(empty.storage_offset()))
+    return empty.dtype, empty.size(), empty.stride(), int(empty.storage_offset())
 
 
 def _loaded(archive: memoryview) -> Tensor:

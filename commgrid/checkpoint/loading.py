@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ from commgrid.resharding.naming import (
 from commgrid.resharding.optimizer_state import Optimizers, OptimizerState
 from commgrid.runtime.grid import HyperCommGrid
 from commgrid.runtime.registry import get_grid
+
+Names = tuple[list[str], list[str], list[str]]
+"""Names that one stage tells: of its model; of those, what the checkpoint has not; parameters that
+its optimizer updates."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def load(
     found, path = at_first(group, call, choose, failure("nothing was loaded"))
     failed = failure(f"nothing was loaded from {path}")
 
-    def plan() -> _Names:
+    def plan() -> Names:
         with beside_a_disk(group, grid):
             return loading.plan()
 
@@ -251,7 +256,7 @@ class Loading:
         self._live = [part for item in items for part in self._parts_of(item)]
         return shared_in(self._live), self._naming.tied("target", self._model.aliases)
 
-    def plan(self) -> _Names:
+    def plan(self) -> Names:
         """Compare the model with the checkpoint; return the names of this rank's model."""
         optimizer, turns = self._given[1], self._turns
         self._stored = Renamed(self._open(), self._naming, optimizer is not None, self.ties)
@@ -275,12 +280,12 @@ class Loading:
         stage, apart = self._grid.spec.regions[0].axes, {"pp", *self._model.own_axes}
         others = (self._grid.coordinate[axis] for axis in stage if axis not in apart)
         if any(others):
-            return _Names([], [], [])
+            return [], [], []
         updated = []
         if self._optimizer is not None:
             updated = self._optimizer.updated
             missing += self._optimizer.untrained
-        return _Names(names, missing, updated)
+        return names, missing, updated
 
     def _fit(self) -> None:
         """Read tensors that ranks each had of their own as this grid's ranks have them."""
@@ -343,23 +348,21 @@ class Loading:
             self._staged.append(item)
         return item
 
-    def check_all(self, told: Sequence[_Names]) -> tuple[list[str], list[str]]:
+    def check_all(self, told: Sequence[Names]) -> tuple[list[str], list[str]]:
         """Whether all stages together have all of the checkpoint's model.
 
         Returns:
             Without `strict`, names that are missing in the checkpoint, and that only it has.
         """
-        known = {name for names in told for name in names.own}
+        own, lacking, trains = (dict.fromkeys(chain(*each)) for each in zip(*told, strict=True))
+        known = {*own}
         known |= {twin for name in known for twin in twins(name, self.ties)}
-        missing = [
-            name.removeprefix(MODEL)
-            for name in dict.fromkeys(name for names in told for name in names.missing)
-        ]
+        missing = [name.removeprefix(MODEL) for name in lacking]
         self._naming.check_padded([name.removeprefix(MODEL) for name in known])
         there = [key for key in self._stored.forms if key.startswith(MODEL)]
         unknown = [key for key in there if key not in known]
         if self._optimizer is not None:
-            updated = {name for names in told for name in names.updated}
+            updated = {*trains}
             updated = updated.union(*(names for names in self.ties if names & updated))
             unknown += not_taken(self._stored.forms, updated)
             untrained = [name for name in missing if name.startswith("optimizer.")]
@@ -443,18 +446,3 @@ class Loading:
             value = self._values.get(one.key)
             if isinstance(value, Unread):
                 warnings.warn(f"the weights are loaded, without {value.why}", stacklevel=3)
-
-
-@dataclass(frozen=True)
-class _Names:
-    """Names that one stage tells.
-
-    Args:
-        own: of its model.
-        missing: of those, what the checkpoint has not.
-        updated: parameters that its optimizer updates.
-    """
-
-    own: list[str]
-    missing: list[str]
-    updated: list[str]

@@ -127,7 +127,7 @@ def keep_items(
         _kept.remove(state)
     staged = stage([replace(each, writes=True) for each in items])
     own = [each for each in staged if isinstance(each, Item)]
-    values = {each.key: each.plain for each in staged if isinstance(each, Value)}
+    values = {each.key: each.value for each in staged if isinstance(each, Value)}
     others: list[Item] = []
     more: dict[str, Any] = {}
     every: Mapping[str, Form | None] = forms
@@ -332,7 +332,7 @@ def missing(told: Sequence[Inventory], with_others: bool) -> list[str]:
         if form is None:
             whole = key in values
         else:  # boxes of one grid are equal, or have nothing in common
-            boxes = {box for form in held.held_as(key).values() for box in form.boxes}
+            boxes = (box for box, _ in held.places_of(key))
             whole = sum(map(volume, boxes)) == math.prod(form.shape)
         if not whole:
             lost.append(key)

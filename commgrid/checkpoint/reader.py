@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from itertools import groupby
 from operator import itemgetter
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     Metadata,
@@ -118,24 +119,35 @@ def check_has(forms: Mapping[str, Form | None], items: Iterable[Item | Value]) -
         )
 
 
-def reads_of(place: str, item: Item, stored: TensorStorageMetadata) -> list[ReadItem]:
-    """Return the reads that fill an item's boxes.
+class Boxes(DefaultLoadPlanner):
+    """Planner: the boxes that items are read into, and their bytes, counted as they are filled."""
 
-    Args:
-        place: what `dest_index` names, a text that differs for each item.
-        item: with memory to read into.
-        stored: its tensor in the metadata.
-    """
-    boxes = [chunk.stored for chunk in item.chunks]
-    return [
-        replace(read, dest_index=MetadataIndex(place, read.dest_index.offset))
-        for read in create_read_items_for_chunk_list(item.key, stored, boxes)
-    ]
+    def __init__(self, report: Report) -> None:
+        super().__init__()
+        self._data: dict[MetadataIndex, Tensor] = {}
+        self.bytes = ByteCount(report)
 
+    def reads(self, place: str, item: Item, stored: TensorStorageMetadata) -> list[ReadItem]:
+        """Return the reads that fill an item's boxes.
 
-def data_of(place: str, item: Item) -> dict[MetadataIndex, Tensor]:
-    """Return an item's boxes by the index that its reads name."""
-    return {MetadataIndex(place, chunk.offset): chunk.data for chunk in item.chunks}
+        Args:
+            place: what `dest_index` names, a text that differs for each item.
+            item: with memory to read into.
+            stored: its tensor in the metadata.
+        """
+        self._data |= {MetadataIndex(place, chunk.offset): chunk.data for chunk in item.chunks}
+        self.bytes.total += sum(chunk.data.nbytes for chunk in item.chunks)
+        boxes = [chunk.stored for chunk in item.chunks]
+        return [
+            replace(read, dest_index=MetadataIndex(place, read.dest_index.offset))
+            for read in create_read_items_for_chunk_list(item.key, stored, boxes)
+        ]
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._data[index]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self.bytes.add(tensor.nbytes)
 
 
 class Stored:
@@ -206,8 +218,8 @@ class Stored:
         """
         planner = _Reads(items, self._metadata, report, self._trusted)
         try:
-            for archive in self._archives(planner):
-                planner.take(archive)
+            for content, reads in self._archives(planner.plan):
+                planner.take(content, reads)
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}: {error}") from error
         except Exception as error:  # torch raises what it comes upon
@@ -215,14 +227,14 @@ class Stored:
         planner.bytes.finish()
         return {key: planner.values[first] for key, first in planner.names.items()}
 
-    def _archives(self, planner: _Reads) -> Iterator[Archive]:
-        """Read each archive once, one after the other, into the same memory.
+    def _archives(self, plan: Iterable[ReadItem]) -> Iterator[tuple[memoryview, list[ReadItem]]]:
+        """Read each archive once, one after the other, into the same memory; with its reads.
 
         Whole archives are read, also where a part of one is needed, so that its checksum can be
         compared.
         """
         needed: dict[tuple[str, int], list[ReadItem]] = {}
-        for read in planner.plan:
+        for read in plan:
             info = self._metadata.storage_data[read.storage_index]
             needed.setdefault((info.relative_path, info.offset), []).append(read)
         infos = {
@@ -244,9 +256,7 @@ class Stored:
                                 f"{name} ended while it was read; load an earlier step"
                             )
                         done += count
-                    reads = needed[place]
-                    checks = any(read.dest_index.fqn in planner.checked for read in reads)
-                    yield Archive(self._as_saved(content, info), reads, checks)
+                    yield self._as_saved(content, info), needed[place]
 
     def _as_saved(self, content: memoryview, info: Any) -> memoryview:
         """The bytes that torch.save wrote, which a writer's extensions may have compressed."""
@@ -257,62 +267,6 @@ class Stored:
         return memoryview(bytearray(read(None, transforms, raw).read(-1)))  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Archive:
-    """An archive of torch.save's, and the boxes to read from it.
-
-    Args:
-        content: its bytes, until the next archive is read.
-        reads: boxes of one tensor, or one value.
-        checks: whether this rank compares its checksums; False: a rank that reads it too does.
-    """
-
-    content: memoryview
-    reads: list[ReadItem]
-    checks: bool
-
-    def tensor(self, tensors: Tensors) -> Tensor:
-        """Return the tensor in it, in the same memory.
-
-        Args:
-            tensors: makes it.
-
-        Raises:
-            CheckpointError: it has other bytes than were written, or more than a tensor.
-        """
-        key = self.reads[0].storage_index.fqn
-        parts = self._parts(key)
-        try:
-            return tensors.of(self.content, parts)
-        except (pickle.UnpicklingError, TypeError) as error:
-            raise CheckpointError(
-                f"{key} holds no tensor, but a pickle that names other things, and loading it "
-                "could run its author's code; or it is broken"
-            ) from error
-        except (IndexError, EOFError) as error:  # of bytes that begin as no archive does
-            raise _damaged(key, "its beginning") from error
-
-    def value(self, trusted: bool) -> Any:
-        """Return the value in it; arguments and errors as of `trust.read_value`.
-
-        Of the job's values it is Unread where that raises: weights load without them.
-        """
-        key = self.reads[0].storage_index.fqn
-        self._parts(key)
-        try:
-            return read_value(key, io.BytesIO(self.content), trusted)
-        except CheckpointError as error:
-            if not key.startswith(("extra.", "extra_per_rank.")):
-                raise
-            return Unread(str(error))
-
-    def _parts(self, key: str) -> Mapping[str, memoryview]:
-        try:
-            return parts_of(self.content, self.checks)
-        except DamagedError as part:
-            raise _damaged(key, f"the checksum of {part}") from part
-
-
 def _damaged(key: str, part: str) -> CheckpointError:
     return CheckpointError(
         f"{key} is damaged: {part} is not as torch.save wrote it; load an earlier step, or copy "
@@ -320,21 +274,20 @@ def _damaged(key: str, part: str) -> CheckpointError:
     )
 
 
-class _Reads:
+class _Reads(Boxes):
     """Says which boxes are needed, takes them in, and counts them."""
 
     def __init__(
         self, items: Iterable[Item | Value], stored: Metadata, report: Report, trusted: bool
     ) -> None:
+        super().__init__(report)
         self._trusted, self._tensors = trusted, Tensors()
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}  # key to the first key of the same place
         first: dict[tuple[str, int], str] = {}
         tensors: Mapping[str, Any] = stored.state_dict_metadata
         self.plan: list[ReadItem] = []
-        self._data: dict[MetadataIndex, Tensor] = {}
         self.checked: set[str] = set()  # places whose checksum this rank compares
-        self.bytes = ByteCount(report)
         for number, item in enumerate(items):
             if isinstance(item, Value):
                 index, nothing = MetadataIndex(item.key), torch.Size((0,))
@@ -352,22 +305,54 @@ class _Reads:
             place = f"{number}"
             if item.writes:
                 self.checked.add(place)
-            self.plan += reads_of(place, item, tensors[item.key])
-            self._data |= data_of(place, item)
-            self.bytes.total += sum(chunk.data.nbytes for chunk in item.chunks)
+            self.plan += self.reads(place, item, tensors[item.key])
 
-    def take(self, archive: Archive) -> None:
-        """Copies what was read to where it is needed."""
-        first = archive.reads[0]
-        if first.type is LoadItemType.BYTE_IO:
-            self.values[first.dest_index.fqn] = archive.value(self._trusted)
+    def take(self, content: memoryview, reads: Sequence[ReadItem]) -> None:
+        """Copies what was read to where it is needed.
+
+        Args:
+            content: the bytes of an archive of torch.save's.
+            reads: boxes of the one tensor in it, or its value.
+
+        Raises:
+            CheckpointError: it has other bytes than were written, or more than a tensor.
+        """
+        key = reads[0].storage_index.fqn
+        checks = any(read.dest_index.fqn in self.checked for read in reads)
+        try:  # where this rank does not compare checksums, a rank that reads it too does
+            parts = parts_of(content, checks)
+        except DamagedError as part:
+            raise _damaged(key, f"the checksum of {part}") from part
+        if reads[0].type is LoadItemType.BYTE_IO:
+            self.values[reads[0].dest_index.fqn] = self._value(key, content)
             return
-        stored = archive.tensor(self._tensors)
-        for read in archive.reads:
+        stored = self._tensor(key, content, parts)
+        for read in reads:
             size, start = tuple(read.lengths), (0,) * len(read.lengths)
-            target = self._data[read.dest_index][slices((tuple(read.dest_offsets), size), start)]
+            target = self.resolve_tensor(read)
             target.copy_(stored[slices((tuple(read.storage_offsets), size), start)])
-            self.bytes.add(target.nbytes)
+            self.commit_tensor(read, target)
+
+    def _tensor(self, key: str, content: memoryview, parts: Mapping[str, memoryview]) -> Tensor:
+        """The tensor in an archive, in the same memory."""
+        try:
+            return self._tensors.of(content, parts)
+        except (pickle.UnpicklingError, TypeError) as error:
+            raise CheckpointError(
+                f"{key} holds no tensor, but a pickle that names other things, and loading it "
+                "could run its author's code; or it is broken"
+            ) from error
+        except (IndexError, EOFError) as error:  # of bytes that begin as no archive does
+            raise _damaged(key, "its beginning") from error
+
+    def _value(self, key: str, content: memoryview) -> Any:
+        """The value in an archive; of the job's Unread where that fails: weights load without."""
+        try:
+            return read_value(key, io.BytesIO(content), self._trusted)
+        except CheckpointError as error:
+            if not key.startswith(("extra.", "extra_per_rank.")):
+                raise
+            return Unread(str(error))
 
 
 def _some(names: Sequence[str]) -> str:

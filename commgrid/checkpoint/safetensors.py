@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -24,9 +23,9 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 
 from commgrid.checkpoint.folder import SUFFIX, find, json_of, local, safetensors_files
 from commgrid.checkpoint.foreign_names import MODEL, Renamed
-from commgrid.checkpoint.reader import Stored, data_of, forms_in, reads_of
+from commgrid.checkpoint.reader import Boxes, Stored, forms_in
 from commgrid.checkpoint.remote import is_remote
-from commgrid.checkpoint.writer import ByteCount, Report
+from commgrid.checkpoint.writer import Report
 from commgrid.equality.lost_numbers import Lost, lost_numbers, refuse_lost
 from commgrid.errors import CheckpointError, SpecError
 from commgrid.resharding.dtypes import scales_beside
@@ -240,7 +239,7 @@ class Safetensors:
         Raises:
             CheckpointError: a file that cannot be read.
         """
-        planner = _Into(report)
+        planner = Boxes(report)
         plan: list[ReadItem] = []
         products: list[tuple[Item, Tensor]] = []
         for number, item in enumerate(items):
@@ -262,27 +261,6 @@ class Safetensors:
             _multiply(*product)
         planner.bytes.finish()
         return {}
-
-
-class _Into(DefaultLoadPlanner):
-    """Planner: the boxes to read, and the tensors that they go into."""
-
-    def __init__(self, report: Report) -> None:
-        super().__init__()
-        self._data: dict[MetadataIndex, Tensor] = {}
-        self.bytes = ByteCount(report)
-
-    def reads(self, place: str, item: Item, stored: TensorStorageMetadata) -> list[ReadItem]:
-        """Return the reads for an item; arguments as of `reads_of`."""
-        self._data |= data_of(place, item)
-        self.bytes.total += sum(chunk.data.nbytes for chunk in item.chunks)
-        return reads_of(place, item, stored)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._data[index]
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        self.bytes.add(tensor.nbytes)
 
 
 def export(
@@ -332,10 +310,16 @@ def export(
     stored = Stored(find(local(folder), step)[1])
     stored.check_files()
     source = Renamed(stored, naming, with_optimizer=False)
-    dtypes = _dtypes(source.forms, dtype)
+    forms = {
+        key.removeprefix(MODEL): form
+        for key, form in source.forms.items()
+        if key.startswith(MODEL) and form is not None
+    }
+    dtypes = _dtypes(forms, dtype)
     if not dtypes:
         raise CheckpointError(f"{folder} has no tensor of a model to write; see rename=")
-    shards = _shards(source.forms, dtypes, file_bytes)
+    sizes = {name: math.prod(forms[name].shape) * each.itemsize for name, each in dtypes.items()}
+    shards = _shards(sizes, file_bytes)
     target.mkdir(parents=True, exist_ok=True)
     files: dict[Path, list[str]] = {}
     for number, names in enumerate(shards, 1):
@@ -344,16 +328,17 @@ def export(
     lost: dict[str, Lost] = {}
     try:
         for path, names in files.items():
-            lost |= _write(path, source, {name: dtypes[name] for name in names})
+            lost |= _write(path, source, {name: forms[name] for name in names}, dtypes)
         refuse_lost(lost, CheckpointError)
     except BaseException:
         for path in files:
             path.unlink(missing_ok=True)
         raise
     if len(files) > 1:
-        total = sum(_bytes(source.forms, name, each) for name, each in dtypes.items())
         index = {name: path.name for path, names in files.items() for name in names}
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2)
+        text = json.dumps(
+            {"metadata": {"total_size": sum(sizes.values())}, "weight_map": index}, indent=2
+        )
         (target / f"model{SUFFIX}.index.json").write_text(text)
     return list(files)
 
@@ -367,22 +352,21 @@ def _check_target(target: Path) -> None:
         raise CheckpointError(f"{target} has safetensors files; give a new folder, or delete them")
 
 
-def _write(path: Path, source: Renamed, dtypes: Mapping[str, torch.dtype]) -> dict[str, Lost]:
+def _write(
+    path: Path, source: Renamed, forms: Mapping[str, Form], dtypes: Mapping[str, torch.dtype]
+) -> dict[str, Lost]:
     """Write one file, and return what its numbers lose.
 
     Args:
-        dtypes: by name of the tensors.
+        forms: of its tensors, by name.
+        dtypes: in the files.
 
     Raises:
         CheckpointError: a tensor loses too much.
     """
     from safetensors.torch import save_file
 
-    stored = {name: source.forms[MODEL + name] for name in dtypes}
-    tensors = {
-        name: torch.empty(form.shape, dtype=form.torch_dtype)
-        for name, form in stored.items() if form is not None
-    }  # fmt: skip
+    tensors = {n: torch.empty(form.shape, dtype=form.torch_dtype) for n, form in forms.items()}
     items = [whole(("model", name), tensor) for name, tensor in tensors.items()]
     source.read(items, lambda *_: None)
     lost = {
@@ -394,41 +378,28 @@ def _write(path: Path, source: Renamed, dtypes: Mapping[str, torch.dtype]) -> di
     return lost
 
 
-def _dtypes(forms: Mapping[str, Form | None], wanted: torch.dtype | None) -> dict[str, torch.dtype]:
+def _dtypes(forms: Mapping[str, Form], wanted: torch.dtype | None) -> dict[str, torch.dtype]:
     """Return the dtype of each of the model's tensors in the files."""
-    stored = {
-        key.removeprefix(MODEL): form
-        for key, form in forms.items()
-        if key.startswith(MODEL) and form is not None
-    }
-    scaled = scales_beside({name: form.dtype for name, form in stored.items()})
+    scaled = scales_beside({name: form.dtype for name, form in forms.items()})
     stay = {*scaled, *(scale for scales in scaled.values() for scale in scales)}
-    found = {name: form.torch_dtype for name, form in stored.items()}
+    found = {name: form.torch_dtype for name, form in forms.items()}
     return {
         name: wanted if wanted and dtype.is_floating_point and name not in stay else dtype
         for name, dtype in found.items()
     }
 
 
-def _shards(
-    forms: Mapping[str, Form | None], dtypes: Mapping[str, torch.dtype], limit: int
-) -> list[list[str]]:
+def _shards(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Return the model's names in each of the files."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name, dtype in dtypes.items():
-        bytes_ = _bytes(forms, name, dtype)
+    for name, bytes_ in sizes.items():
         if shards[-1] and size + bytes_ > limit:
             shards.append([])
             size = 0
         shards[-1].append(name)
         size += bytes_
     return shards
-
-
-def _bytes(forms: Mapping[str, Form | None], name: str, dtype: torch.dtype) -> int:
-    form = forms[MODEL + name]
-    return 0 if form is None else math.prod(form.shape) * dtype.itemsize
 
 
 def _check_package() -> None:

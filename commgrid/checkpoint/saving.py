@@ -335,7 +335,7 @@ class _Saving:
         self.items.extend(self._state.items(self._grid, first=not self._compares))
         for item in self.items:
             if isinstance(item, Value) and item.writes and item.path[0] != "optimizer":
-                warn_if_untrusted(item.key, storable(item.plain))
+                warn_if_untrusted(item.key, storable(item.value))
         own_axes = self._state.own_axes
         return call | {"extra": extra, "shared": shared_in(self.items), "own_axes": own_axes}
 

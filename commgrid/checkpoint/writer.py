@@ -10,7 +10,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from commgrid.checkpoint.trust import storable
 from commgrid.equality.digest import digest
 from commgrid.errors import CheckpointError
 from commgrid.layout.box import Shape
-from commgrid.resharding.item import Chunk, Item, Shared, Value
+from commgrid.resharding.item import Chunk, Item, Value
 from commgrid.resharding.naming import SharedNames, shared_in, ties_of, twins
 
 Report = Callable[[int, int], object]
@@ -66,7 +66,6 @@ class Written:
         plan: its items.
         results: where they are.
         repeats: digests of boxes that several stages may have, by key and offset.
-        paths: each key's name in the nested dict.
         others: compressed, the keys that it has and leaves to ranks with copies.
         tied: the names of its weights of which other stages have copies.
     """
@@ -74,9 +73,8 @@ class Written:
     plan: SavePlan
     results: list[WriteResult]
     repeats: dict[tuple[str, Shape], str]
-    paths: dict[str, tuple[str, ...]]
     others: bytes
-    tied: SharedNames = field(default_factory=dict)
+    tied: SharedNames
 
 
 def write(
@@ -115,7 +113,6 @@ def write(
     return Written(
         replace(plan, items=written), [*results, *others],
         dict(chain.from_iterable(_digests(item) for item in [*mine, *left] if item.repeats)),
-        {item.key: item.path for item in mine},
         zlib.compress("\n".join(item.key for item in left).encode()),
         shared_in(items),
     )  # fmt: skip
@@ -180,8 +177,6 @@ def write_metadata(folder: Path, found: Mapping[int, Written], compares: bool = 
     if compares:
         _check_repeats(found)
     paths = {key: (*key.split(".", 1),) for key in metadata.state_dict_metadata}
-    for written in found.values():
-        paths |= written.paths
     metadata = replace(metadata, planner_data=paths)
     for place in {result.storage_data.relative_path for one in results for result in one}:
         if not (folder / place).exists():
@@ -271,23 +266,19 @@ def _check_whole(metadata: Metadata) -> None:
 class _Writes(DefaultSavePlanner):
     """Hands out the items' data, and counts it."""
 
-    def __init__(self, items: Iterable[Item | Value], report: Report) -> None:
+    def __init__(self, items: Sequence[Item | Value], report: Report) -> None:
         super().__init__()
         self.held: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
-        self._names: dict[Shared, list[MetadataIndex]] = {}
+        self._names: dict[int, list[MetadataIndex]] = {}  # by the value's id
         self.bytes, self._under_way = ByteCount(report), 0
         for item in items:
             if isinstance(item, Value):
-                index, value = MetadataIndex(item.key), item.value
-                if isinstance(value, Shared):
-                    names = self._names.setdefault(value, [])
-                    names.append(index)
-                    if len(names) > 1:
-                        continue
-                    value = value.value
-                self.held.append(WriteItem(index, WriteItemType.BYTE_IO))
-                self._data[index] = storable(value)
+                index, names = MetadataIndex(item.key), self._names.setdefault(id(item.value), [])
+                names.append(index)
+                if len(names) == 1:
+                    self.held.append(WriteItem(index, WriteItemType.BYTE_IO))
+                    self._data[index] = storable(item.value)
                 continue
             for chunk in item.chunks:
                 index = MetadataIndex(item.key, chunk.offset)
@@ -295,7 +286,7 @@ class _Writes(DefaultSavePlanner):
                 self._data[index] = chunk.data
 
     def other_names(self, results: Iterable[WriteResult]) -> list[WriteResult]:
-        """Where the other names of shared values find them: where the first one is."""
+        """Where the other names of one value find it: where the first one is."""
         places = {result.index: result.storage_data for result in results}
         return [
             WriteResult(other, 0, places[first])

@@ -169,24 +169,14 @@ _MERGES: dict[str | None, Callable[[Tensor], Tensor]] = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class Shared:
-    """A value that has many names, such as a learning rate; it is written once.
-
-    Args:
-        value: anything that can be pickled.
-    """
-
-    value: Any
-
-
 @dataclass(frozen=True)
 class Value:
     """Anything else, pickled.
 
     Args:
         path: its name.
-        value: anything that can be pickled, or Shared; None where it is to be read.
+        value: anything that can be pickled, once where many names have it; None where it is to be
+            read.
         writes: whether this rank writes it.
         repeats: whether several stages may have it, equal ones, without saying so.
         copies: axes along which ranks should have equal ones, of which one writes.
@@ -199,11 +189,6 @@ class Value:
     repeats: bool = False
     copies: tuple[str, ...] = ()
     of: tuple[str, ...] = ()
-
-    @property
-    def plain(self) -> Any:
-        """The value itself."""
-        return self.value.value if isinstance(self.value, Shared) else self.value
 
     @property
     def key(self) -> str:

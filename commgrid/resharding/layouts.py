@@ -14,14 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from commgrid.errors import TransferError
 from commgrid.layout.axis_names import nearest
-from commgrid.layout.box import Box, Shape
+from commgrid.layout.box import Box, Shape, volume
 from commgrid.layout.rank_text import describe_ranks
 from commgrid.resharding.dtypes import dtype_of, keeps_numbers
 
@@ -173,6 +173,12 @@ class GridLayouts:
         return [tuple(sorted(ranks)) for ranks in found]
 
     @cached_property
+    def ranks_with(self) -> Callable[[frozenset[int]], tuple[int, ...]]:
+        """Gives the ranks that have one of some layouts, each set made once."""
+        of = self.ranks_of
+        return cache(lambda places: tuple(sorted(rank for place in places for rank in of[place])))
+
+    @cached_property
     def kinds(self) -> dict[str, tuple[tuple[int, int], ...]]:
         """Name to the lists of names that have it, and the number of its form in each."""
         found: dict[str, list[tuple[int, int]]] = {}
@@ -193,6 +199,14 @@ class GridLayouts:
             for listed, number in self.kinds.get(name, ())
             for place in self.layouts_with[listed]
         }
+
+    def places_of(self, name: str) -> list[tuple[Box, frozenset[int]]]:
+        """Each box of a tensor that has elements, in order, and the layouts that have it."""
+        found: dict[Box, set[int]] = {}
+        for place, form in self.held_as(name).items():
+            for box in filter(volume, form.boxes):
+                found.setdefault(box, set()).add(place)
+        return [(box, frozenset(places)) for box, places in sorted(found.items())]
 
     def held_by(self, rank: int) -> dict[str, Form]:
         """A rank's tensors, and how it has each."""

@@ -132,13 +132,6 @@ class LocalBoxes:
                 for tensor in tensors:
                     tensor.copy_(other.view(name, box))
 
-    def overlapping(self) -> Iterator[tuple[str, Box, Box]]:
-        """Each two boxes of one tensor that have something in common and are not equal."""
-        for name, held in self._tensors.items():
-            for one, other in combinations(held.chunks, 2):
-                if common(one, other) is not None:
-                    yield name, one, other
-
     @cached_property
     def parts(self) -> list[MemoryPart]:
         """Where each box lies in memory; call it after the last `add`."""
@@ -148,16 +141,6 @@ class LocalBoxes:
             for box, tensors in held.chunks.items()
             for tensor in tensors if tensor.numel()
         ]  # fmt: skip
-
-    @property
-    def device_types(self) -> set[str]:
-        """Where they are."""
-        return {
-            tensor.device.type
-            for held in self._tensors.values()
-            for tensors in held.chunks.values()
-            for tensor in tensors
-        }
 
 
 def _filled(chunks: Iterable[Chunk]) -> Iterator[Chunk]:
@@ -267,9 +250,11 @@ def refuse_one_memory(target: LocalBoxes) -> None:
 
 def refuse_overlaps(held: LocalBoxes) -> None:
     """Refuse parts of a target that overlap: only one of them would get the numbers of both."""
-    for name, one, other in held.overlapping():
-        raise TransferError(
-            f"{name} of the target has parts on this rank that overlap, {list(one[1])} at "
-            f"{list(one[0])} and {list(other[1])} at {list(other[0])}; give parts that are equal, "
-            "or have nothing in common"
-        )
+    for item in held.items():
+        for one, other in combinations([chunk.box for chunk in item.chunks], 2):
+            if common(one, other) is not None:
+                raise TransferError(
+                    f"{item.key} of the target has parts on this rank that overlap, {list(one[1])} "
+                    f"at {list(one[0])} and {list(other[1])} at {list(other[0])}; give parts that "
+                    "are equal, or have nothing in common"
+                )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import torch
@@ -113,8 +112,8 @@ class ModelState:
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), set()).add(_clean(name))
-        for name, placement in self._buffers():
-            names.setdefault(id(placement.buffer), set()).add(name)
+        for placement in self._buffers():
+            names.setdefault(id(placement.buffer), set()).add(placement.name)
         return [each for each in names.values() if len(each) > 1]
 
     @property
@@ -149,34 +148,28 @@ class ModelState:
         Args:
             names: of the tensors that are loaded.
         """
-        tensors = {name: each.parameter for name, each in self.placements.items()}
-        for name, tensor in chain(tensors.items(), ((n, b.buffer) for n, b in self._buffers())):
-            if name in names and self._rows(name) is not None:
-                local_part(tensor).zero_()
+        for each in (*self.placements.values(), *self._buffers()):
+            if each.name in names and self._rows(each.name) is not None:
+                local_part(each.parameter).zero_()
 
     def items(self, turns: Turns) -> Iterator[Item | Value]:
         """Every parameter, persistent buffer and extra state."""
-        for name, placement in self.placements.items():
-            box, parameter = self.boxes[name], placement.parameter
-            chunks = box.chunks(parameter)
-            size = sum(chunk.data.nbytes for chunk in chunks)
-            mine = turns.is_mine(box.copies, size) and box.is_owner
-            shared = placement.shared
-            yield Item(
-                ("model", name), box.shape, chunks, parameter.dtype, mine, copies=box.copies,
-                shared=shared.group if shared is not None and shared.size > 1 else None,
-            )  # fmt: skip
         seen: set[str] = set()
-        for name, one in self._buffers():
-            box = self.box_of(replace(one, name=name), None)
-            chunks = box.chunks(one.parameter)
+        for placement in (*self.placements.values(), *self._buffers()):
+            name, tensor, own, is_first = placement.name, placement.parameter, None, True
+            if isinstance(placement, BufferPlacement):
+                box, is_first = self.box_of(placement, None), name not in seen
+                seen.add(name)
+                if placement.mark.own is not None:
+                    own = Own(placement.mark.merge, placement.is_stacked)
+            else:
+                box = self.boxes[name]
+            chunks = box.chunks(tensor)
             size = sum(chunk.data.nbytes for chunk in chunks)
-            mine = turns.is_mine(box.copies, size) and name not in seen
-            seen.add(name)
-            own = Own(one.mark.merge, one.is_stacked) if one.mark.own is not None else None
+            mine = turns.is_mine(box.copies, size) and box.is_owner and is_first
             yield Item(
-                ("model", name), box.shape, chunks, one.buffer.dtype, mine, repeats=True,
-                copies=box.copies, own=own,
+                ("model", name), box.shape, chunks, tensor.dtype, mine, copies=box.copies, own=own,
+                repeats=isinstance(placement, BufferPlacement), shared=placement.sharers,
             )  # fmt: skip
         other = {"pp", *self._apart}
         everywhere = tuple(axis for axis in self.grid.spec.regions[0].axes if axis not in other)
@@ -207,23 +200,19 @@ class ModelState:
         found = (slot.reducer for slot in slots if slot is not None)
         yield from dict.fromkeys(reducer for reducer in found if reducer is not None)
 
-    def _buffers(self) -> Iterator[tuple[str, BufferPlacement]]:
+    def _buffers(self) -> Iterator[BufferPlacement]:
         """Yield the persistent buffers of all chunks."""
         for chunk in self.chunks:
             for found in buffer_placements(chunk):
                 if found.is_persistent:
-                    yield _clean(found.name), found
+                    yield replace(found, name=_clean(found.name))
 
     def _stateful(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules with extra state, by the name that torch gives it."""
-        for name, module in self._modules():
-            if _has_extra_state(module):
-                yield _join(name, _EXTRA), module
-
-    def _modules(self) -> Iterator[tuple[str, nn.Module]]:
         for chunk in self.chunks:
             for name, module in chunk.named_modules():
-                yield _clean(name), module
+                if _has_extra_state(module):
+                    yield _join(_clean(name), _EXTRA), module
 
 
 def chunks_of(model: object) -> list[nn.Module]:

@@ -32,7 +32,7 @@ from commgrid.resharding.holders import (
     class_of,
     inner_of,
 )
-from commgrid.resharding.item import Item, Path, Shared, Value, key_of, local_part, whole
+from commgrid.resharding.item import Item, Path, Value, key_of, local_part, whole
 from commgrid.resharding.layouts import Form
 from commgrid.resharding.model_state import ModelState
 from commgrid.resharding.naming import MASTER, key_of_text, split_name, text_of
@@ -109,13 +109,12 @@ class OptimizerState:
         for group, boxes, owner in zip(every, self.groups, self._owners, strict=True):
             options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
             options |= {CLASS: class_of(owner)} if self._several else {}
-            values = {key: Shared(value) for key, value in options.items()}
             alike = _by_axes(boxes)
             for box in boxes:
                 mine = turns.is_mine(box.copies, 0) and box.is_owner and box.is_first
                 names = alike[box.parts]  # compared for all of them with the first
                 axes, of = (box.parts, names) if box.name == names[0] else ((), ())
-                for key, value in values.items():
+                for key, value in options.items():
                     yield Value(_option(box, key), value, mine, copies=axes, of=tuple(of))
 
     def _entry(self, part: UpdatedPart, text: str, held: Any, mine: bool) -> Item | Value:

@@ -20,7 +20,7 @@ from commgrid.layout.box import Box, volume
 from commgrid.resharding.assignment import Demand, cut, fair_shares
 from commgrid.resharding.layouts import GridLayouts, check_sides
 from commgrid.resharding.pools import MovedTensor, Ranks, Run, kinds_of, pools_of
-from commgrid.resharding.traffic import Traffic, as_table
+from commgrid.resharding.traffic import as_table
 
 
 @dataclass(frozen=True)
@@ -147,15 +147,22 @@ class TransferPlan:
                     found[pair] = found.get(pair, 0) + stop - start
         return dict(sorted(found.items()))
 
-    @property
+    @cached_property
     def sent(self) -> dict[int, int]:
         """Rank of the source to the bytes that it sends."""
-        return self.traffic.sent
+        return self._by_rank(self.source_ranks, 0)
 
-    @property
+    @cached_property
     def received(self) -> dict[int, int]:
         """Bytes that each rank of the target receives: without those it has already."""
-        return self.traffic.received
+        return self._by_rank(self.target_ranks, 1)
+
+    def _by_rank(self, ranks: Ranks, place: int) -> dict[int, int]:
+        """The bytes of the pairs by the rank at a place in them."""
+        found = dict.fromkeys(ranks, 0)
+        for pair, size in self.pairs.items():
+            found[pair[place]] += size
+        return found
 
     @cached_property
     def copied(self) -> dict[int, int]:
@@ -171,14 +178,6 @@ class TransferPlan:
         """The bytes sent between ranks of one host."""
         here = self._hosts
         return sum(n for (s, r), n in self.pairs.items() if s in here and here[s] == here.get(r))
-
-    @cached_property
-    def traffic(self) -> Traffic:
-        """All of these numbers."""
-        return Traffic(
-            len(self.tensors), self.source_ranks, self.target_ranks, self.pairs, self.copied,
-            self.on_one_host,
-        )  # fmt: skip
 
     @cached_property
     def digest(self) -> str:
@@ -225,7 +224,9 @@ class TransferPlan:
         return found
 
     def __str__(self) -> str:
-        return as_table(self.traffic)
+        return as_table(
+            len(self.tensors), self.sent, self.received, self.pairs, self.copied, self.on_one_host
+        )
 
     # -- what a rank does ---------------------------------------------------------------
 

@@ -196,10 +196,9 @@ def pools_of(
     """
     pools: dict[tuple[Ranks, Ranks], Pool] = {}
     runs: dict[tuple[Ranks, Ranks, int, bool], Run] = {}
-    ranks = _RankSets(source, target)
     for kind, tensors in enumerate(kinds):
         first = tensors[0]
-        for box, holders, needing in _pieces(first, source, target, ranks):
+        for box, holders, needing in _pieces(first, source, target):
             is_large = volume(box) * first.itemsize >= LARGE
             key = holders, needing, kind, is_large
             if key not in runs:
@@ -212,33 +211,8 @@ def pools_of(
     return [pools[key] for key in sorted(pools)]
 
 
-class _RankSets:
-    """The ranks that have one of some layouts, each set made once."""
-
-    def __init__(self, source: GridLayouts, target: GridLayouts) -> None:
-        self._sides = source.ranks_of, target.ranks_of
-        self._known: dict[tuple[int, frozenset[int]], Ranks] = {}
-
-    def of(self, side: int, places: frozenset[int]) -> Ranks:
-        found = self._known.get((side, places))
-        if found is None:
-            of = self._sides[side]
-            found = self._known[side, places] = tuple(sorted(r for p in places for r in of[p]))
-        return found
-
-
-def _places_by_box(side: GridLayouts, name: str) -> list[tuple[Box, frozenset[int]]]:
-    """Each box of a tensor, and the layouts that have it."""
-    found: dict[Box, set[int]] = {}
-    for place, form in side.held_as(name).items():
-        for box in form.boxes:
-            if volume(box):
-                found.setdefault(box, set()).add(place)
-    return [(box, frozenset(places)) for box, places in sorted(found.items())]
-
-
 def _pieces(
-    tensor: MovedTensor, source: GridLayouts, target: GridLayouts, ranks: _RankSets
+    tensor: MovedTensor, source: GridLayouts, target: GridLayouts
 ) -> Iterator[tuple[Box, Ranks, Ranks]]:
     """The target's boxes of one tensor, cut where what ranks hold of it begins and ends.
 
@@ -248,9 +222,9 @@ def _pieces(
     Raises:
         TransferError: the source has not all of a target's box.
     """
-    held = _Holders(_places_by_box(source, tensor.source))
-    for wanted, places in _places_by_box(target, tensor.name):
-        needing = ranks.of(1, places)
+    held = _Holders(source.places_of(tensor.source))
+    for wanted, places in target.places_of(tensor.name):
+        needing = target.ranks_with(places)
         for box, holding in held.cut(wanted):
             if not holding:
                 raise TransferError(
@@ -258,7 +232,7 @@ def _pieces(
                     f"{describe_ranks(needing)} of the target need; give every rank of the source "
                     "grid its part of the model"
                 )
-            yield box, ranks.of(0, holding), needing
+            yield box, source.ranks_with(holding), needing
 
 
 class _Holders:

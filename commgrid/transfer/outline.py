@@ -157,7 +157,8 @@ class _Told:
         """Look at a side."""
         held = side.hold()
         layout = held.layout if held is not None else None
-        devices = frozenset(held.device_types if held is not None else ())
+        parts = held.parts if held is not None else ()
+        devices = frozenset(part.tensor.device.type for part in parts)
         flags = side.names.is_partial, compares, side.has_members
         source = side if isinstance(side, SourceSide) else None
         return cls(

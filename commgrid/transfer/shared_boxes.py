@@ -111,7 +111,7 @@ def lost_between(
 
 _Shared = tuple[int, list[str], Box, tuple[int, ...]]
 """A box that several ranks hold of tensors that lie alike: its number of the first of these, which
-the others' follow, their names, the box, and the places of the layouts that have it."""
+the others' follow, their names, the box, and the ranks that have it."""
 
 
 class SharedBoxes:
@@ -126,25 +126,21 @@ class SharedBoxes:
     """
 
     def __init__(self, side: GridLayouts, group: ProcessGroup) -> None:
-        self._group, self._ranks_of = group, side.ranks_of
-        own = dist.get_process_group_ranks(group)[group.rank()]
-        self._own = side.places.get(own)  # the place of this rank's layout
+        self._group = group
+        self._own = dist.get_process_group_ranks(group)[group.rank()]
         alike: dict[Any, list[str]] = {}
         for name, kind in side.kinds.items():
             alike.setdefault(kind, []).append(name)
         self._shared: list[_Shared] = []
-        self._sets: dict[tuple[int, ...], int] = {}  # places that share some boxes, numbered
+        self._sets: dict[tuple[int, ...], int] = {}  # ranks that share some boxes, numbered
         self._count = 0
         for names in alike.values():
-            places: dict[Box, list[int]] = {}
-            for place, form in side.held_as(names[0]).items():
-                for box in form.boxes:
-                    places.setdefault(box, []).append(place)
-            for box, have in places.items():
-                if sum(len(side.ranks_of[place]) for place in have) > 1:
-                    self._shared.append((self._count, names, box, tuple(have)))
+            for box, places in side.places_of(names[0]):
+                ranks = side.ranks_with(places)
+                if len(ranks) > 1:
+                    self._shared.append((self._count, names, box, ranks))
                     self._count += len(names)
-                    self._sets.setdefault(tuple(have), len(self._sets))
+                    self._sets.setdefault(ranks, len(self._sets))
 
     def seem_to_differ(
         self, held: LocalBoxes | None, asks: bool
@@ -162,9 +158,9 @@ class SharedBoxes:
         mine, failed = self._absent(len(self._sets)), None
         try:
             parts: dict[int, list[Tensor]] = {}
-            for _, tensor, places in self._own_boxes(held):
+            for _, tensor, ranks in self._own_boxes(held):
                 one = condensed(tensor).to(mine.device)
-                parts.setdefault(self._sets[places], []).append(one)
+                parts.setdefault(self._sets[ranks], []).append(one)
             for number, some in parts.items():
                 mine[number] = digest(torch.cat(some)).bitwise_right_shift(1)
         except Exception as error:  # which the others, who wait, are to hear
@@ -185,8 +181,7 @@ class SharedBoxes:
         if odd is None:
             return None
         count, first, by_rank = odd
-        start, names, box, places = next(s for s in reversed(self._shared) if s[0] <= first)
-        ranks = sorted(rank for place in places for rank in self._ranks_of[place])
+        start, names, box, ranks = next(s for s in reversed(self._shared) if s[0] <= first)
         lead = [one for one in ranks if by_rank[one] == by_rank[ranks[0]]]
         others = describe_ranks([one for one in ranks if one not in lead])
         more = f", and so do {count - 1} more tensors" if count > 1 else ""
@@ -200,8 +195,8 @@ class SharedBoxes:
         return torch.full((count,), ABSENT, device=torch_groups.devices_of(self._group)[-1])
 
     def _own_boxes(self, held: LocalBoxes | None) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
-        """This rank's boxes, each with its number and the places that have it."""
-        for start, names, box, places in self._shared:
-            if held is not None and self._own in places:
+        """This rank's boxes, each with its number and the ranks that have it."""
+        for start, names, box, ranks in self._shared:
+            if held is not None and self._own in ranks:
                 for number, name in enumerate(names, start):
-                    yield number, held.view(name, box), places
+                    yield number, held.view(name, box), ranks

@@ -231,7 +231,7 @@ class SourceSide(OneSide):
                 else:
                     values.append(one)
             self.more = tuple(value.key for value in values)
-        self.values = {value.key: value.plain for value in values if value.writes}
+        self.values = {value.key: value.value for value in values if value.writes}
 
     def check_values(self) -> None:
         """As `OptimizerState.check_values`; collective over the source."""
@@ -248,9 +248,8 @@ class SourceSide(OneSide):
         """
         told = shared.differing(self.held)
         if told is not None:
-            advice = 'where copies may differ, say copies="any"'
-            if self._state is not None and self._state.own_axes:
-                advice = members_of(self._state.own_axes)
+            axes = self._state.own_axes if self._state is not None else ()
+            advice = members_of(axes, 'where copies may differ, say copies="any"')
             raise GridMismatchError(
                 f"{told}; these should be copies, of which any may be sent. Give slices in a "
                 "mapping as Part(tensor, shape, offset), and tensors of different stages the names "

@@ -448,7 +448,7 @@ def test_one_rank_ends_it(failed: bool, tmp_path: Path, monkeypatch: pytest.Monk
     """While one deletes or completes the folder, the other finds nothing to do."""
     one, other = two_ends(tmp_path, failed)
     other._missing = lambda: []  # type: ignore[method-assign]
-    found = dict.fromkeys((0, 1), Written(SavePlan([]), [], {}, {}, zlib.compress(b""), {}))
+    found = dict.fromkeys((0, 1), Written(SavePlan([]), [], {}, zlib.compress(b""), {}))
     monkeypatch.setattr(background, "read_written", lambda path: found[0])
 
     def meanwhile(first: Any) -> Any:
