@@ -115,8 +115,7 @@ def recover(
     failed = failure("nothing was recovered")
 
     def kept() -> list[Inventory]:
-        with beside_a_disk(group, grid):
-            finish(grid.name)
+        finish(grid, group)
         return [Inventory.of(state) for state in kept_states(grid.name)]
 
     def choose(told: list[list[Inventory]]) -> _Chosen:

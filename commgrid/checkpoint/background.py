@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from commgrid.checkpoint import folder as folders
-from commgrid.checkpoint.agreement import ProgressLine, size
+from commgrid.checkpoint.agreement import ProgressLine, beside_a_disk, size
 from commgrid.checkpoint.remote import remove_tree
 from commgrid.checkpoint.trust import read_written
 from commgrid.checkpoint.writer import Report, write, write_metadata
@@ -63,15 +64,16 @@ class BackgroundSave:
         compares: bool,
     ) -> None:
         self._partial, self._step, self._keep = partial, step, keep
-        self._ending = folders.ending(partial)
+        self._ending = partial.with_suffix(".ending")  # by which one rank takes what all wrote
         self._staged, self._compares = staged, compares
-        self._grid, self._ranks = grid, tuple(grid.spec.grid_ranks)
+        self.grid, self._ranks = grid, tuple(grid.spec.grid_ranks)
         self._report, self._line = report, line
         self._error: CheckpointError | None = None
         self._thread = threading.Thread(target=self._run, name=f"commgrid-save-{step}")
 
     def start(self) -> None:
-        """Begin to write."""
+        """Begin to write; the one before on its grid has been finished."""
+        _under_way.append(self)
         try:
             self._thread.start()
         except RuntimeError as error:  # no more threads
@@ -92,16 +94,6 @@ class BackgroundSave:
         if self._thread.ident is not None:
             self._thread.join()
 
-    @property
-    def grid(self) -> str:
-        """The name of its grid."""
-        return self._grid.name
-
-    @property
-    def is_under_way(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._thread.is_alive()
-
     def settle(self) -> None:
         """Complete the checkpoint, or say why it never will be; all ranks that live have finished.
 
@@ -115,7 +107,7 @@ class BackgroundSave:
         missing = sorted({*self._missing(), *self._failed()})
         if not missing:  # on a file system that shows others' files late, or the last rank ended
             self._end()
-        elif self._grid.is_destroyed:
+        elif self.grid.is_destroyed:
             warnings.warn(
                 f"step {self._step} was not saved to {self._partial.parent} in the background: "
                 f"{describe_ranks(missing)} ended before the file was written",
@@ -129,7 +121,7 @@ class BackgroundSave:
             )
 
     def _run(self) -> None:
-        number = self._ranks.index(self._grid.rank)
+        number = self._ranks.index(self.grid.rank)
         try:
             written = write(self._partial, self._staged, number, self._report)
             half = self._partial / f".rank_{number:05}.half"
@@ -152,7 +144,7 @@ class BackgroundSave:
             f"{kind}{error}"
         )
         self._error.__cause__ = error
-        print(f"commgrid: rank {self._grid.rank}: {self._error}", file=sys.stderr)
+        print(f"commgrid: rank {self.grid.rank}: {self._error}", file=sys.stderr)
 
     def _end(self) -> None:
         """Complete the checkpoint, or delete what was written, on the last rank that finishes."""
@@ -210,36 +202,27 @@ _under_way: list[BackgroundSave] = []
 _finished: list[BackgroundSave] = []
 
 
-def begin(saving: BackgroundSave) -> None:
-    """Start a save; the one before on its grid has been finished."""
-    _under_way.append(saving)
-    saving.start()
-
-
-def is_under_way() -> bool:
-    """Return whether this process is still writing."""
-    return any(each.is_under_way for each in _under_way)
-
-
-def finish(grid: str) -> None:
+def finish(grid: HyperCommGrid, group: ProcessGroup | None) -> None:
     """Wait for this process's part of saves under way, if there are some.
 
     Args:
-        grid: the name of the grid that calls. Others' saves stay under way until theirs do, since
-            their other ranks may still be writing.
+        grid: that calls. Others' saves stay under way until theirs do, since their other ranks may
+            still be writing.
+        group: `everyone` of the grid, whose other ranks wait.
 
     Raises:
         CheckpointError: the grid's failed here; later calls do not raise it again.
     """
     _finished.clear()
-    for each in list(_under_way):
-        if each.grid == grid:
-            _under_way.remove(each)
-            _finished.append(each)
-        else:
-            each.join()
-    for each in _finished:
-        each.finish()
+    with beside_a_disk(group, grid):
+        for each in list(_under_way):
+            if each.grid.name == grid.name:
+                _under_way.remove(each)
+                _finished.append(each)
+            else:
+                each.join()
+        for each in _finished:
+            each.finish()
 
 
 def settle() -> None:

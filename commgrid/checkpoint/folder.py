@@ -155,11 +155,6 @@ def begin(folder: Path, step: int) -> Path:
     return partial
 
 
-def ending(partial: Path) -> Path:
-    """The name by which one of several ranks takes a folder that all have written to."""
-    return partial.with_suffix(".ending")
-
-
 def final(partial: Path, step: int) -> Path:
     """The name that a checkpoint gets when all is on disk."""
     return partial.parent / _name(step)

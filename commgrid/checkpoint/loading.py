@@ -158,8 +158,7 @@ def load(
         return Stored(path, trusted)
 
     def call() -> Call:
-        with beside_a_disk(group, grid):
-            finish(grid.name)
+        finish(grid, group)
         if naming.cuts_target and optimizer is not None:
             raise SpecError(
                 "optimizer= does not go with a rename= that cuts the model's tensors into parts; "

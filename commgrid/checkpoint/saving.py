@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from commgrid.checkpoint import background as in_background
 from commgrid.checkpoint import folder as folders
 from commgrid.checkpoint.agreement import (
     Call,
@@ -134,7 +133,8 @@ def save(
     grid = grid or get_grid()
     group = everyone(grid)
     failed = failure(f"step {step} was not saved to {folder}")
-    state = _State(step, model, optimizer, extra or {}, extra_per_rank or {})
+    first = copies == "first"
+    state = _State(step, model, optimizer, extra or {}, extra_per_rank or {}, grid, first)
     saving = _Saving(grid, group, folders.local(folder), state, keep, copies)
 
     def call() -> Call:
@@ -142,12 +142,12 @@ def save(
 
     saving.partial, has_members = at_first(group, call, saving.begin, failed)
     if has_members:
-        at_first(group, saving.part_members, lambda _: None, failed)
+        at_first(group, state.part_members, lambda _: None, failed)
     line, report = reporter(progress, f"saving step {step}", grid)
     try:
         if keep_in_memory:
             not_kept = failure(f"step {step} was not kept in memory")
-            keep_items(step, saving.items, grid, group, not_kept)
+            keep_items(step, state.items, grid, group, not_kept)
         at_first(group, saving.stage if background else saving.check, lambda _: None, failed)
         if background:
             return saving.start(progress)
@@ -196,22 +196,16 @@ def keep(
     grid = grid or get_grid()
     group = everyone(grid)
     failed = failure(f"step {step} was not kept in memory")
-    state = _State(step, model, optimizer, extra or {}, extra_per_rank or {})
-    items: list[Item | Value] = []
+    state = _State(step, model, optimizer, extra or {}, extra_per_rank or {}, grid)
 
     def call() -> Call:
-        said = state.call() | {"extra": numbers_of(extra)}
-        items.extend(state.items(grid))
-        return said | {"own_axes": state.own_axes}
-
-    def part_members() -> None:
-        items[:] = state.with_members_apart(items, grid)
+        return {"extra": numbers_of(extra)} | state.call()
 
     if at_first(group, call, compare, failed):
-        at_first(group, part_members, lambda _: None, failed)
+        at_first(group, state.part_members, lambda _: None, failed)
     at_first(group, state.check_values, lambda _: None, failed)
-    at_first(group, lambda: state.compare_members(items), lambda _: None, failed)
-    keep_items(step, items, grid, group, failed)
+    at_first(group, lambda: compare_members(state.items, state.of_model), lambda _: None, failed)
+    keep_items(step, state.items, grid, group, failed)
 
 
 @tells_failures
@@ -225,84 +219,72 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
     failed = failure("a save failed")
     group = everyone(grid)
 
-    def written() -> None:
-        with beside_a_disk(group, grid):
-            finish(grid.name)
-
     def complete(_: list[None]) -> None:
         with beside_a_disk(group, grid, at_whole=True):
             settle()
 
-    at_first(group, written, complete, failed)
+    at_first(group, lambda: finish(grid, group), complete, failed)
 
 
 @dataclass
 class _State:
-    """The state to save; its fields are arguments of `save`."""
+    """The state to save; its fields are arguments of `save`.
+
+    Args:
+        grid: whose ranks save.
+        first: True: of copies, the first rank's are written; False: ranks take turns.
+
+    Attributes:
+        items: what this rank has of it, after `call`.
+    """
 
     step: int
     model: Model
     optimizer: Optimizers | None
     extra: Mapping[str, Any]
     extra_per_rank: Mapping[str, Any]
-    _of_model: ModelState = field(init=False)
+    grid: HyperCommGrid
+    first: bool = False
+    items: list[Item | Value] = field(init=False)
+    of_model: ModelState = field(init=False)
     _of_optimizer: OptimizerState | None = field(default=None, init=False)
 
     def call(self) -> Call:
-        """Return what has to be equal on all ranks."""
+        """List the items; return what has to be equal on all ranks."""
         step = whole_number("step", self.step, 0)
-        return {"step": step, "optimizer": kind_of(self.model, self.optimizer)}
+        said = {"step": step, "optimizer": kind_of(self.model, self.optimizer)}
+        self.items = [*self._list()]
+        return said | {"own_axes": self.of_model.own_axes}
 
     def check_values(self, copies: bool = True) -> None:
         """As `OptimizerState.check_values`; collective."""
         if self._of_optimizer is not None:
             self._of_optimizer.check_values(copies)
 
-    def compare_copies(self, items: Sequence[Item | Value]) -> None:
-        """Refuse copies that differ, since only one is written; collective."""
-        compare_copies(items, self._of_model)
+    def part_members(self) -> None:
+        """List the items once more, of members whose modules have other names; collective."""
+        if apart := axes_apart(self.items, self.of_model):
+            # Tensors that members have under one name are compared when all have written.
+            self.items = [replace(item, repeats=not self.first) for item in self._list(apart)]
 
-    def compare_members(self, items: Sequence[Item | Value]) -> None:
-        """Refuse members of an ensemble, of which one would be saved for all; collective."""
-        compare_members(items, self._of_model)
-
-    @property
-    def own_axes(self) -> list[str]:
-        """As `ModelState.own_axes`."""
-        return self._of_model.own_axes
-
-    def with_members_apart(
-        self, items: Sequence[Item | Value], grid: HyperCommGrid, first: bool = False
-    ) -> list[Item | Value]:
-        """The items, each member's own where its modules have other names; collective."""
-        apart = axes_apart(items, self._of_model)
-        if not apart:
-            return [*items]
-        # Tensors that members have under one name are compared when all have written.
-        return [replace(item, repeats=not first) for item in self.items(grid, first, apart)]
-
-    def items(
-        self, grid: HyperCommGrid, first: bool = False, apart: Collection[str] = ()
-    ) -> Iterator[Item | Value]:
+    def _list(self, apart: Collection[str] = ()) -> Iterator[Item | Value]:
         """Yield what this rank has of it.
 
         Args:
-            grid: whose ranks save.
-            first: True: of copies, the first rank's are written; False: ranks take turns.
             apart: as `ModelState` takes it.
         """
-        turns = Turns(grid, first)
-        state = self._of_model = ModelState(self.model, grid, apart=apart)
+        turns = Turns(self.grid, self.first)
+        state = self.of_model = ModelState(self.model, self.grid, apart=apart)
         yield from state.items(turns)
         if self.optimizer is not None:
             self._of_optimizer = OptimizerState(self.optimizer, state)
             yield from self._of_optimizer.items(turns)
-        is_first = grid.rank == grid.spec.grid_ranks[0]
+        is_first = self.grid.rank == self.grid.spec.grid_ranks[0]
         yield Value(("step",), operator.index(self.step), is_first)
         for key, value in _named("extra", self.extra).items():
             yield Value(("extra", key), value, is_first)
         if self.extra_per_rank:
-            yield Value(own_path(grid), dict(_named(OWN, self.extra_per_rank)))
+            yield Value(own_path(self.grid), dict(_named(OWN, self.extra_per_rank)))
 
 
 class _Saving:
@@ -318,31 +300,22 @@ class _Saving:
         copies: str,
     ) -> None:
         self._grid, self._group, self._folder, self._state = grid, group, folder, state
-        self._keep, self._copies = keep, copies
+        self._keep, self._copies, self._compares = keep, copies, not state.first
         self._number = grid.spec.grid_ranks.index(grid.rank)
-        self.items: list[Item | Value] = []
         self._staged: list[Item | Value] = []
         self.partial: Path  # what `begin` has returned on the first rank
 
     def call(self) -> Call:
         """Finish the save before, list what this rank has, and return what is compared."""
-        with beside_a_disk(self._group, self._grid):
-            finish(self._grid.name)
+        finish(self._grid, self._group)
         keep = None if self._keep is None else whole_number("keep", self._keep)
         check_word("copies=", self._copies, COPIES)
-        call = self._state.call() | {"keep": keep, "copies": self._copies}
         extra = numbers_of(self._state.extra) if self._compares else None
-        self.items.extend(self._state.items(self._grid, first=not self._compares))
-        for item in self.items:
+        call = self._state.call() | {"keep": keep, "copies": self._copies, "extra": extra}
+        for item in self._state.items:
             if isinstance(item, Value) and item.writes and item.path[0] != "optimizer":
                 warn_if_untrusted(item.key, storable(item.value))
-        own_axes = self._state.own_axes
-        return call | {"extra": extra, "shared": shared_in(self.items), "own_axes": own_axes}
-
-    def part_members(self) -> None:
-        """List the items once more, of members that have modules of other names; collective."""
-        first = not self._compares
-        self.items = self._state.with_members_apart(self.items, self._grid, first)
+        return call | {"shared": shared_in(self._state.items)}
 
     def begin(self, calls: list[Call]) -> tuple[Path, bool]:
         """Make the folder to write to, and say whether there may be members of an ensemble.
@@ -358,16 +331,17 @@ class _Saving:
 
     def check(self) -> None:
         """Refuse copies that differ, and state that differs between parts of a parameter."""
+        state = self._state
         if self._compares:
-            self._state.compare_copies(self.items)
-        self._state.check_values(self._compares)
+            compare_copies(state.items, state.of_model)
+        state.check_values(self._compares)
         if not self._compares:
-            self._state.compare_members(self.items)
+            compare_members(state.items, state.of_model)
 
     def write(self, report: Report) -> Any:
         """Write this rank's file; return its contents for `complete`."""
         with beside_a_disk(self._group, self._grid):
-            return write(self.partial, self.items, self._number, report)
+            return write(self.partial, self._state.items, self._number, report)
 
     def complete(self, written: list[Any]) -> tuple[int, Path]:
         """Make a checkpoint of all ranks' files; return bytes and folder. On the first rank."""
@@ -384,39 +358,27 @@ class _Saving:
                 f"{self.partial.parent} does not do; save to a mounted folder, or leave it out"
             )
         self.check()
-        self._staged = stage([_written(item) for item in self.items], SPARES)
+        needed = [  # to write, or for a digest
+            item if isinstance(item, Value) or item.writes or item.repeats
+            else replace(item, chunks=[])
+            for item in self._state.items
+        ]  # fmt: skip
+        self._staged = stage(needed, SPARES)
 
     def start(self, progress: Progress) -> Path:
         """Write in the background; return where the checkpoint is going to be."""
         step, keep, staged = self._state.step, self._keep, self._staged
-        report = progress if callable(progress) else _silent
+        report = progress if callable(progress) else lambda *_: None
         line = ProgressLine(f"saving step {step}") if progress is True else None
-        in_background.begin(
-            BackgroundSave(
-                self.partial, step, keep, staged, self._grid, report, line, self._compares
-            )
-        )
+        BackgroundSave(
+            self.partial, step, keep, staged, self._grid, report, line, self._compares
+        ).start()
         return folders.final(self.partial, step)
 
     def give_up(self) -> None:
         """Delete the files, on the first rank."""
         if self._number == 0:
             remove_tree(self.partial, ignore_errors=True)
-
-    @property
-    def _compares(self) -> bool:
-        return self._copies == "compare"
-
-
-def _silent(done: int, total: int) -> None:
-    """No progress report."""
-
-
-def _written(item: Item | Value) -> Item | Value:
-    """The item with the boxes that a save in the background reads: to write, or for a digest."""
-    if isinstance(item, Value) or item.writes or item.repeats:
-        return item
-    return replace(item, chunks=[])
 
 
 def _named(what: str, given: Mapping[str, Any]) -> Mapping[str, Any]:

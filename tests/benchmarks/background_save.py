@@ -101,7 +101,10 @@ def on_a_rank(case: Case, repeats: int, rows: int, folder: str) -> dict[str, lis
         started = time.perf_counter()
         checkpoint.save(f"{folder}/{repeat}", 1, model, optimizer, background=True, progress=False)
         took["start"] = (time.perf_counter() - started) * 1e3
-        busy = beside(background.is_under_way, model, optimizer, x)
+        busy = beside(
+            lambda: any(each._thread.is_alive() for each in background._under_way),
+            model, optimizer, x,
+        )  # fmt: skip
         checkpoint.wait()
         meet()
         started = time.perf_counter()
