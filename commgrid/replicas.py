@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -83,29 +83,19 @@ class _Digests:
     """Digests of copies, each taken once for all groups; of copies that live as long."""
 
     def __init__(self) -> None:
-        self._condensed: dict[int, Tensor] = {}
-        self._found: dict[int, Tensor] = {}
+        self._condensed, self._number = cache(condensed), cache(number_of)
 
     def of_all(self, copies: Sequence[Copy], device: torch.device) -> int:
         """Return one number, which is the same on processors of one kind."""
         parts = [torch.zeros(0, dtype=torch.int8, device=device)]
-        for copy in copies:
-            key = id(copy.tensor)
-            if key not in self._condensed:
-                self._condensed[key] = condensed(copy.tensor)
-            parts.append(self._condensed[key].to(device))
+        parts += [self._condensed(copy.tensor).to(device) for copy in copies]
         return int(digest(torch.cat(parts))) & MANTISSA
 
     def of_each(self, copies: Sequence[Copy], device: torch.device) -> Tensor:
         """Return one number a copy, without its last bit, so that every one has a negative."""
-        numbers = []
-        for copy in copies:
-            key = id(copy.tensor)
-            if key not in self._found:
-                self._found[key] = number_of(copy.tensor)
-            numbers.append(self._found[key].to(device))
-        if not numbers:
+        if not copies:
             return torch.zeros(0, dtype=torch.int64, device=device)
+        numbers = [self._number(copy.tensor).to(device) for copy in copies]
         return torch.stack(numbers).bitwise_right_shift(1)
 
 

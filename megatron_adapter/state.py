@@ -155,10 +155,6 @@ class Store:
             return publisher.variables
         return self._blank if state is None else state.values
 
-    def is_there(self) -> bool:
-        """Whether there is a state to ask, of one grid or several."""
-        return bool(self.states)
-
     @contextmanager
     def choose(self, state: MegatronState) -> Iterator[None]:
         """Within, this state is asked, on all threads."""

@@ -20,11 +20,7 @@ def pack(ranks: Iterable[int]) -> str:
     ordered = sorted(set(ranks))
     if not ordered:
         return ""
-    runs = []
-    for start, stop, step in _runs(ordered):
-        span = str(start) if start == stop else f"{start}-{stop}"
-        runs.append(span if step == 1 else f"{span}/{step}")
-    text = ",".join(runs)
+    text = _as_spans(ordered)
     if len(text) <= max(_SHORT, ordered[-1] // 4 + 2):
         return text
     mask = 0
@@ -59,16 +55,10 @@ def unpack_order(text: str) -> list[int]:
     return sorted(range(len(listed)), key=listed.__getitem__) if text.startswith("~") else listed
 
 
-def _as_spans(ranks: Sequence[int]) -> str:
-    """Ranks in their order as runs, which `parse_ranks` reads."""
-    runs = _runs(list(ranks))
-    spans = [(str(a) if a == b else f"{a}-{b}", step) for a, b, step in runs]
-    return ",".join(span if step == 1 else f"{span}/{step}" for span, step in spans)
-
-
-def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
-    """First, last and step of evenly spaced runs; only neighbours make a run of two."""
-    runs: list[tuple[int, int, int]] = []
+def _as_spans(ordered: Sequence[int]) -> str:
+    """Ranks in their order as evenly spaced runs, which `parse_ranks` reads; only neighbours make a
+    run of two."""
+    spans: list[str] = []
     at = 0
     while at < len(ordered):
         step = ordered[at + 1] - ordered[at] if at + 1 < len(ordered) else 1
@@ -77,9 +67,10 @@ def _runs(ordered: list[int]) -> list[tuple[int, int, int]]:
             end += 1
         if step < 1 or (step > 1 and end - at < 2):
             end, step = at, 1
-        runs.append((ordered[at], ordered[end], step))
+        span = str(ordered[at]) if at == end else f"{ordered[at]}-{ordered[end]}"
+        spans.append(span if step == 1 else f"{span}/{step}")
         at = end + 1
-    return runs
+    return ",".join(spans)
 
 
 def listed_ranks(ranks: Iterable[int]) -> str:

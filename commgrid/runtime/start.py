@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, cast
@@ -172,7 +172,8 @@ def initialize(
                 _registry.stop_unused_world(name)
             raise
         if grid.watch is not None and grid.on_nccl:
-            _warn_once(torch_nccl.what_disables_the_watch(_registry.started_world))
+            for text in torch_nccl.what_disables_the_watch(_registry.started_world):
+                _warn_once(text)
         _registry.add(grid)
         _registry.made[name] = Made(
             given, dict(grid.shape), grid.spec, grid.identity, backend, limit, trace, watch, verify,
@@ -181,16 +182,10 @@ def initialize(
     return grid
 
 
-def _warn_once(texts: Sequence[str]) -> None:
-    """Log each text once in a process."""
-    for text in texts:
-        if text not in _WARNED:
-            _WARNED.add(text)
-            _log.warning("%s", text)
-
-
-_WARNED: set[str] = set()
-_log = logging.getLogger("commgrid")
+@cache
+def _warn_once(text: str) -> None:
+    """Log a text once in a process."""
+    logging.getLogger("commgrid").warning("%s", text)
 
 
 def _audited(sizes: Mapping[str, Any]) -> dict[str, Any]:

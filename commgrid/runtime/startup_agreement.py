@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.rendezvous.agreement import PHASES, Agreement, Tell
-from commgrid.rendezvous.op import Protocol, StoreLostError
+from commgrid.rendezvous.op import StoreLostError
 from commgrid.rendezvous.round import Decision
 from commgrid.rendezvous.start_decision import held_up
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.rendezvous.world_epoch import FirstAgreement
-from commgrid.store.driver import Result, StoreDriver
+from commgrid.store.driver import StoreDriver
 from commgrid.store.hosts import own_host, ranks_here
 from commgrid.store.key_wait import Line, seconds_until
 from commgrid.store.search import first_line
@@ -89,9 +89,10 @@ class Rendezvous:
             raise held_up(self.about, rank, limit)
         self._driver = StoreDriver(store, len(ranks), self._patience, line)
         try:
-            if beforehand is not None:
-                self._store_call(beforehand)
-            self._run(self._agreement.compare())
+            with self._asking():
+                if beforehand is not None:
+                    beforehand()
+                self._driver.run(self._agreement.compare())
         except BaseException as error:
             if not isinstance(error, CommGridError):
                 self._give_up(error)  # Ctrl-C: this rank has arrived, and says that it leaves
@@ -124,7 +125,8 @@ class Rendezvous:
         self, tell: Tell | None = None, say: bytes | None = None, speakers: Sequence[int] = ()
     ) -> Decision:
         """Pass the next barrier; see `Agreement.meet`."""
-        return self._run(self._agreement.meet(tell, say, speakers))
+        with self._asking():
+            return self._driver.run(self._agreement.meet(tell, say, speakers))
 
     def tell(self, error: BaseException) -> None:
         """Tell the others why this rank fails, before it closes its connections."""
@@ -160,24 +162,15 @@ class Rendezvous:
                 error = self._driver.run(self._agreement.report())
         return error
 
-    def _run(self, protocol: Protocol[Result]) -> Result:
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Within it, a store that does not answer is a PeerTimeoutError."""
         try:
-            return self._driver.run(protocol)
+            yield
         except StoreLostError as lost:
-            raise self._store_gone(lost) from lost.__cause__
-
-    def _store_call(self, call: Callable[[], None]) -> None:
-        try:
-            call()
-        except CommGridError:
-            raise
-        except RuntimeError as error:
-            raise self._store_gone(error) from error
-
-    def _store_gone(self, error: BaseException) -> PeerTimeoutError:
-        twin = " Another process has come as this rank, too." if self._agreement.doubled else ""
-        return PeerTimeoutError(
-            f"{self.about}: the store{address_of(self._driver.store)} stopped answering "
-            f"({first_line(error)}); has the process that serves it, usually rank 0 or "
-            f"the launcher, ended?{twin}"
-        )
+            twin = " Another process has come as this rank, too." if self._agreement.doubled else ""
+            raise PeerTimeoutError(
+                f"{self.about}: the store{address_of(self._driver.store)} stopped answering "
+                f"({first_line(lost)}); has the process that serves it, usually rank 0 or "
+                f"the launcher, ended?{twin}"
+            ) from lost.__cause__

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -138,17 +138,13 @@ def grids(
         raise SpecError(
             f"grids(axes={tuple(axes)}): {twice[0]!r} is given twice; expected each axis once"
         )
+    every = itertools.product(sorted({1, *sizes}), repeat=len(axes))
+    fitting = (each for each in every if math.prod(each) <= max_ranks)
     return [
         " ".join(f"{axis}={n}" for axis, n in zip(axes, each, strict=True) if n > 1)
         or f"{axes[0]}=1"
-        for each in sorted(_within(max_ranks, len(axes), sizes), key=lambda e: (math.prod(e), e))
+        for each in sorted(fitting, key=lambda e: (math.prod(e), e))
     ]
-
-
-def _within(max_ranks: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    for each in itertools.product(sorted({1, *sizes}), repeat=count):
-        if math.prod(each) <= max_ranks:
-            yield each
 
 
 def finishes(

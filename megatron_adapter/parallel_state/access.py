@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
-
 from megatron_adapter.errors import MegatronStateError
 from megatron_adapter.state import STORE
 
@@ -34,8 +32,3 @@ def read(variable: str, what: str, check_initialized: bool = True) -> Any:
 def write(variable: str, value: Any) -> None:
     """Sets a variable of the grid that is asked."""
     STORE.variables(variable)[variable] = value
-
-
-def is_up() -> bool:
-    """Whether torch.distributed is initialized; without it Megatron's sizes are 0."""
-    return dist.is_available() and bool(dist.is_initialized())

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from megatron_adapter.parallel_state.access import is_up, peek, read, write
+from commgrid.torch_compat.world import is_initialized as is_up
+from megatron_adapter.parallel_state.access import peek, read, write
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from commgrid.torch_compat.world import is_initialized as is_up
 from megatron_adapter.errors import MegatronStateError
 from megatron_adapter.installed import signatures
 from megatron_adapter.parallel_state import getters
-from megatron_adapter.parallel_state.access import is_up, peek, read, write
+from megatron_adapter.parallel_state.access import peek, read, write
 from megatron_adapter.state import STORE
 
 __all__ = [
@@ -57,7 +58,7 @@ __all__ = [
 
 def is_initialized() -> bool:
     """Whether there is a state to ask, of one grid or several."""
-    return STORE.is_there()
+    return bool(STORE.states)
 
 
 def is_unitialized() -> bool:
@@ -70,7 +71,7 @@ def is_unitialized() -> bool:
 
 def model_parallel_is_initialized() -> bool:
     """Whether the tensor, pipeline and data parallel groups exist."""
-    return STORE.is_there()
+    return bool(STORE.states)
 
 
 def get_data_parallel_group(
