@@ -18,12 +18,12 @@ from commgrid.transfer import Transfer
 from tests.walked import report, walked
 
 MOST = {
-    "save": 190,
-    "load": 242,
-    "keep": 137,
+    "save": 185,
+    "load": 243,
+    "keep": 134,
     "recover": 246,
-    "make a transfer": 368,
-    "run a transfer": 257,
+    "make a transfer": 347,
+    "run a transfer": 243,
 }
 
 
