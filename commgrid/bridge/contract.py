@@ -35,7 +35,7 @@ class Facts:
         records: whether autograd is recording.
         shape, dtype: of its tensor, if it gave one.
         needs_grad: whether that one needs a gradient.
-        complaint: what is wrong with it; "": nothing.
+        complaint: what is wrong, as words after "gave"; "": nothing.
         digest: of the tensor's bits, if copies are compared.
     """
 
@@ -51,14 +51,14 @@ class Facts:
     def of(cls, x: object, is_source: bool, device: torch.device, compares: bool = False) -> Facts:
         """Make this rank's facts."""
         records, complaint = torch.is_grad_enabled(), ""
-        if x is None and is_source:
+        if not isinstance(x, Tensor | None):
+            complaint = "something else than a tensor; the source's ranks call bridge(x) with one"
+        elif x is None and is_source:
             complaint = (
                 "no tensor, though it is on the source's stage; the source's ranks call bridge(x)"
             )
         elif x is not None and not is_source:
             complaint = "a tensor, though it is not on the source's stage; others call bridge(None)"
-        elif not isinstance(x, Tensor | None):
-            complaint = "something else than a tensor; the source's ranks call bridge(x) with one"
         elif x is not None and x.dtype not in DTYPES:
             takes = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             complaint = f"a tensor of {x.dtype}; a bridge takes {takes}"
@@ -149,7 +149,7 @@ def _check_alike(about: str, told: Mapping[int, Facts], ranks: Sequence[int]) ->
 
 def _check_copies(about: str, told: Mapping[int, Facts], source: GridSide) -> None:
     """Refuse copies of which one would be sent for all, and others have other numbers."""
-    for (_, _), ranks in source.side.copies.items():
+    for ranks in source.side.copies.values():
         for one in ranks:
             if told[one].digest != told[ranks[0]].digest:
                 raise GridMismatchError(

@@ -12,7 +12,7 @@ from torch import Tensor
 from commgrid.bridge.contract import Contract
 from commgrid.bridge.links import Addressed, BridgeLinks
 from commgrid.bridge.plan import BridgeMessage
-from commgrid.context_parallel.ranges import pieces
+from commgrid.context_parallel.ranges import Ranges
 from commgrid.context_parallel.sharding import take_runs
 from commgrid.errors import CommGridError
 from commgrid.torch_compat import world as torch_world
@@ -106,7 +106,7 @@ class Moving:
 
 def _put(result: Tensor, part: Tensor, dims: Sequence[int], message: BridgeMessage) -> None:
     """Copies a message's rows to where they go, or adds them."""
-    for runs in product(*(pieces(put, (0, put[-1][1]))[0] for put in message.put)):
+    for runs in product(*map(_with_rows, message.put)):
         into, of = result, part
         for dim, (start, stop, row) in zip(dims, runs, strict=True):
             into = into.narrow(dim, start, stop - start)
@@ -115,3 +115,12 @@ def _put(result: Tensor, part: Tensor, dims: Sequence[int], message: BridgeMessa
             into += of
         else:
             into.copy_(of)
+
+
+def _with_rows(runs: Ranges) -> list[tuple[int, int, int]]:
+    """Each run, and the row of the message that it begins with."""
+    found, row = [], 0
+    for start, stop in runs:
+        found.append((start, stop, row))
+        row += stop - start
+    return found

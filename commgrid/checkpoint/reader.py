@@ -275,7 +275,7 @@ def _damaged(key: str, part: str) -> CheckpointError:
 
 
 class _Reads(Boxes):
-    """Says which boxes are needed, takes them in, and counts them."""
+    """Plans the reads of items, and copies what archives hold to their boxes."""
 
     def __init__(
         self, items: Iterable[Item | Value], stored: Metadata, report: Report, trusted: bool

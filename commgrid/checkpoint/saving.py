@@ -142,7 +142,7 @@ def save(
 
     saving.partial, has_members = at_first(group, call, saving.begin, failed)
     if has_members:
-        at_first(group, state.part_members, lambda _: None, failed)
+        at_first(group, state.separate_members, lambda _: None, failed)
     line, report = reporter(progress, f"saving step {step}", grid)
     try:
         if keep_in_memory:
@@ -202,7 +202,7 @@ def keep(
         return {"extra": numbers_of(extra)} | state.call()
 
     if at_first(group, call, compare, failed):
-        at_first(group, state.part_members, lambda _: None, failed)
+        at_first(group, state.separate_members, lambda _: None, failed)
     at_first(group, state.check_values, lambda _: None, failed)
     at_first(group, lambda: compare_members(state.items, state.of_model), lambda _: None, failed)
     keep_items(step, state.items, grid, group, failed)
@@ -228,7 +228,7 @@ def wait(*, grid: HyperCommGrid | None = None) -> None:
 
 @dataclass
 class _State:
-    """The state to save; its fields are arguments of `save`.
+    """The state to save; the first fields are arguments of `save`.
 
     Args:
         grid: whose ranks save.
@@ -236,6 +236,7 @@ class _State:
 
     Attributes:
         items: what this rank has of it, after `call`.
+        of_model: the model's part, likewise.
     """
 
     step: int
@@ -261,7 +262,7 @@ class _State:
         if self._of_optimizer is not None:
             self._of_optimizer.check_values(copies)
 
-    def part_members(self) -> None:
+    def separate_members(self) -> None:
         """List the items once more, of members whose modules have other names; collective."""
         if apart := axes_apart(self.items, self.of_model):
             # Tensors that members have under one name are compared when all have written.

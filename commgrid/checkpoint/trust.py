@@ -55,6 +55,7 @@ _WRITTEN = {
     ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"),
     ("torch.distributed.checkpoint.storage", "WriteResult"),
     ("commgrid.checkpoint.writer", "Written"),
+    ("commgrid.checkpoint.storage", "Written"),  # of releases up to 0.2
 }
 """Types in a description of one rank's file."""
 

@@ -198,8 +198,8 @@ def shares(
     """Elements of `dim` for each rank of a group: as `sizes` says; None: equally many.
 
     Raises:
-        ShapeError: the group's size does not divide the dim, or the sizes are not one for each rank
-            and do not add up.
+        ShapeError: the group's size does not divide the dim, or there is not one size for each
+            rank, or they do not add up.
     """
     if sizes is None:
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] % group.size():

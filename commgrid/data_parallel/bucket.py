@@ -44,7 +44,7 @@ class Bucket:
         shared: the group whose ranks have a bucket like it, to be summed over first; None: none.
         gradient: the flat buffer; every slot's `view` is a part of it.
         own: the range of elements this rank keeps after the reduction.
-        shard: whether it is a part of the sums, for a ShardedOptimizer.
+        shard: whether each rank keeps its part of the sums alone, for a ShardedOptimizer.
     """
 
     slots: list[Slot]

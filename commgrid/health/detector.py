@@ -27,7 +27,7 @@ from commgrid.errors import SpecError
 from commgrid.health.channel import ControlChannel, Message
 from commgrid.health.late_call import LateCall, Watched
 from commgrid.planning.spec import GridSpec
-from commgrid.rendezvous.op import Drop, Get, Put, StoreLostError, one
+from commgrid.rendezvous.op import Drop, Get, Put, StoreLostError, single
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked
 from commgrid.store.driver import StoreDriver
@@ -93,7 +93,7 @@ class Watch:
     def tell_address(self) -> None:
         """Publish where the others find this rank; one store call."""
         self._is_published = True
-        self._driver.run(one(Put(f"{self._at}/{self._rank}", self._links.address.encode())))
+        self._driver.run(single(Put(f"{self._at}/{self._rank}", self._links.address.encode())))
 
     def connect(self, secret: str) -> None:
         """Links this rank with its neighbours, once all have told their address; one store call.
@@ -102,7 +102,9 @@ class Watch:
             secret: what only the grid's processes know.
         """
         ranks = self._links.neighbours()
-        found = self._driver.run(one(Get(tuple(f"{self._at}/{rank}" for rank in ranks), stay=True)))
+        found = self._driver.run(
+            single(Get(tuple(f"{self._at}/{rank}" for rank in ranks), stay=True))
+        )
         self._links.connect(dict(zip(ranks, map(bytes.decode, found), strict=True)), secret)
 
     def begin(self, communicators: Sequence[Watched] | None = None) -> None:
@@ -121,7 +123,7 @@ class Watch:
         """Take this rank's address from the store."""
         if self._is_published:
             self._is_published = False
-            self._driver.run(one(Drop((f"{self._at}/{self._rank}",))))
+            self._driver.run(single(Drop((f"{self._at}/{self._rank}",))))
 
     def follow(self, other: Watch, of: str = "") -> None:
         """Fails whenever another does, as what is between two grids fails with each of them.

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
-from commgrid.rendezvous.op import Drop, Put, WaitKey, one
+from commgrid.rendezvous.op import Drop, Put, WaitKey, single
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
 from commgrid.store.hosts import listening
@@ -69,7 +69,7 @@ class Mailbox:
         self._reading, self._closed = threading.RLock(), threading.Event()
         host, port = self._server.getsockname()[:2]
         mine = json.dumps([host, port, self._secret]).encode()
-        self._driver.run(one(Put(f"{self._at}/{rank}", mine)))
+        self._driver.run(single(Put(f"{self._at}/{rank}", mine)))
         self._thread = threading.Thread(target=self._run, name="commgrid mailbox", daemon=True)
         self._thread.start()
 
@@ -103,7 +103,7 @@ class Mailbox:
 
     def _connect(self, rank: int) -> socket.socket:
         until = time.monotonic() + timeouts().connect
-        found = self._driver.run(one(WaitKey(f"{self._at}/{rank}", until)))
+        found = self._driver.run(single(WaitKey(f"{self._at}/{rank}", until)))
         if found is None:
             raise NoMailboxError
         host, port, secret = json.loads(found)
@@ -127,7 +127,7 @@ class Mailbox:
                 connection.close()
             self._out.clear()
         with suppress(RuntimeError):  # the store has gone with the rank that served it
-            self._driver.run(one(Drop((f"{self._at}/{self._rank}",))))
+            self._driver.run(single(Drop((f"{self._at}/{self._rank}",))))
             self._driver.close()
 
     def _run(self) -> None:

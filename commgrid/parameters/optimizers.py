@@ -145,13 +145,12 @@ def _slices_of(optimizer: Optimizer) -> list[Slice]:
         found = []
         modules = [m for m in LIVE if any(p in owners for p in m.parameters(recurse=False))]
         check_averages(modules)
-        homes = {p: (m, n) for m in modules for n, p in m.named_parameters(recurse=False)}
-        for parameter in filter(homes.__contains__, owners):
-            module, name = homes[parameter]
-            if name in module.sliced_names:
-                owner = owners[parameter]
-                full = owner.placement.name if owner else f"{type(module).__name__}.{name}"
-                found.append(Slice(full, parameter, module.shards_of(name)))
+        for module in modules:
+            for name, parameter in module.named_parameters(recurse=False):
+                if name in module.sliced_names and parameter in owners:
+                    owner = owners[parameter]
+                    full = owner.placement.name if owner else f"{type(module).__name__}.{name}"
+                    found.append(Slice(full, parameter, module.shards_of(name)))
         known = _SLICES[optimizer] = key, found
     return known[1]
 

@@ -25,7 +25,7 @@ from commgrid.call_records import files as trace_files
 from commgrid.errors import CommGridError
 from commgrid.recording import recorder
 from commgrid.recording.recorder import Recorder
-from commgrid.rendezvous.op import Cas, StoreLostError, one
+from commgrid.rendezvous.op import Cas, StoreLostError, single
 from commgrid.rendezvous.remote_questions import Questions, first, hear, tell
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, PatientStore
@@ -169,7 +169,7 @@ def _job(store: Any, known: str) -> str:
     proposed = known or uuid.uuid4().hex
     with suppress(StoreLostError):  # with the rank that served it
         driver = StoreDriver(store, torch_world.world_size())
-        name: bytes = driver.run(one(Cas("commgrid/trace/job", b"", proposed.encode())))
+        name: bytes = driver.run(single(Cas("commgrid/trace/job", b"", proposed.encode())))
         return name.decode()
     return known
 

@@ -83,7 +83,7 @@ Result = TypeVar("Result")
 Protocol = Generator[Op, Any, Result]
 
 
-def one(operation: Op) -> Protocol[Any]:
+def single(operation: Op) -> Protocol[Any]:
     """A protocol of one operation, with its result."""
     return (yield operation)
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -132,15 +133,14 @@ class Item:
     def empty(
         self, dtype: torch.dtype | None = None, device: torch.device | str | None = None
     ) -> Item:
-        """The same boxes with memory of their own, without numbers.
+        """The same boxes with contiguous memory of their own, without numbers.
 
         Args:
             dtype, device: None: as they are.
         """
-        chunks = [
-            Chunk(c.offset, torch.empty_like(c.data, dtype=dtype, device=device))
-            for c in self.chunks
-        ]
+        form = torch.contiguous_format  # whatever the strides are, as messages go into it
+        made = partial(torch.empty_like, dtype=dtype, device=device, memory_format=form)
+        chunks = [Chunk(chunk.offset, made(chunk.data)) for chunk in self.chunks]
         return replace(self, chunks=chunks, dtype=dtype or self.dtype)
 
     def take(self, staged: Item) -> None:

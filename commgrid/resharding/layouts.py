@@ -81,7 +81,7 @@ Names = list[tuple[str, int, str]]
 
 
 def pack(entries: Sequence[LayoutEntry]) -> bytes:
-    """A rank's layout as bytes, equal where layouts are: forms, names, and the forms' length."""
+    """Pack a rank's layout: forms, names, and the forms' length. Equal layouts are equal bytes."""
     forms: dict[Form, int] = {}
     names = [(e.name, forms.setdefault(e.form, len(forms)), e.source) for e in entries]
     described = _packed([(f.shape, f.dtype, f.itemsize, f.boxes) for f in forms])
@@ -133,7 +133,7 @@ class GridLayouts:
 
     @classmethod
     def of(cls, layouts: Mapping[int, bytes]) -> GridLayouts:
-        """The side of ranks and their packed layouts."""
+        """Collect every rank's packed layout, each distinct one once."""
         lists: dict[bytes, int] = {}
         kinds: dict[tuple[int, bytes], int] = {}
         known: dict[bytes, int] = {}
@@ -174,7 +174,7 @@ class GridLayouts:
 
     @cached_property
     def ranks_with(self) -> Callable[[frozenset[int]], tuple[int, ...]]:
-        """Gives the ranks that have one of some layouts, each set made once."""
+        """A cached function of some layouts' places to the ranks that have any of them."""
         of = self.ranks_of
         return cache(lambda places: tuple(sorted(rank for place in places for rank in of[place])))
 
@@ -257,7 +257,7 @@ class GridLayouts:
         return {name: source or name for names in self.names for name, _, source in names}
 
     def difference(self, place: int, now: bytes) -> str:
-        """The differences of a layout that was packed later."""
+        """The first difference of a layout that was packed later."""
         forms = self.tables[place]
         before = {name: forms[number] for name, number, _ in self.names[self.packed[place][0]]}
         after = {e.name: e.form for e in unpack(now)}
@@ -315,7 +315,7 @@ def check_sides(source: GridLayouts, target: GridLayouts, partly: bool) -> None:
     read_from = set(reads.values())
     unread = sorted(
         name for name in sources.keys() - read_from
-        # Of optimizers a target takes what it has a place for, and weights may come from copies.
+        # State that the target has no place for is left, and a weight may be read from its copy.
         if not name.startswith("optimizer.") and f"optimizer.state.{name}.master" not in read_from
         and not counts_averages(name)
     )  # fmt: skip

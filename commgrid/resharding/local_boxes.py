@@ -29,7 +29,7 @@ class LocalBoxes:
     """Tensors of this rank by name, and where each lies in the full one.
 
     Attributes:
-        is_lasting: whether a box has one place in memory.
+        is_lasting: whether boxes stay where they are from run to run.
     """
 
     is_lasting = True
@@ -64,7 +64,7 @@ class LocalBoxes:
 
     @cached_property
     def layout(self) -> bytes:
-        """The layout for the other ranks; call it after the last `add`."""
+        """The layout for the other ranks; read it after the last `add`."""
         entries = []
         for name, held in self._tensors.items():
             form = Form.of(held.shape, held.dtype, held.chunks)
@@ -126,7 +126,7 @@ class LocalBoxes:
 
     @torch.no_grad()
     def take(self, other: LocalBoxes) -> None:
-        """Copies the numbers of the same boxes elsewhere."""
+        """Copies into these boxes the numbers that another side has for them."""
         for name, held in self._tensors.items():
             for box, tensors in held.chunks.items():
                 for tensor in tensors:
@@ -134,9 +134,10 @@ class LocalBoxes:
 
     @cached_property
     def parts(self) -> list[MemoryPart]:
-        """Where each box lies in memory; call it after the last `add`."""
+        """Where each box lies in memory; read it after the last `add`."""
         return [
-            MemoryPart(tensor, name, (held.source or name, box))  # which gets one box's numbers
+            # Those of one owner get the same numbers.
+            MemoryPart(tensor, name, (held.source or name, box))
             for name, held in self._tensors.items()
             for box, tensors in held.chunks.items()
             for tensor in tensors if tensor.numel()

@@ -126,7 +126,7 @@ class Naming:
         return [part] if self._table is None else self._table.target.names_of(part)
 
     def tied(self, side: str, aliases: Iterable[set[str]]) -> list[set[str]]:
-        """A side's tied weights by the names in both; without those of which only parts are."""
+        """The names of a side's tied weights after renaming; weights in parts are left out."""
         cut = self.source if side == "source" else self.target
         each = [[cut(name).names for name in names] for names in aliases]
         return [{*chain(*names)} for names in each if all(len(own) == 1 for own in names)]
@@ -291,7 +291,9 @@ def copy_of(path: Path) -> Path:
 
 
 def read_from(item: Item, stored: Mapping[str, Form | None]) -> Path:
-    """The name that a tensor of the model is read from: its fp32 copy's if that is more precise.
+    """The name that a tensor of the model is read from: its fp32 copy's if that is of use.
+
+    It is where the tensor holds more than the dtype that it was stored in.
 
     Args:
         item: the tensor.

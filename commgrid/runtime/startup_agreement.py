@@ -47,7 +47,8 @@ class Rendezvous:
         phases: names of the barriers after comparing; the last one ends it.
         line: over the same store, to wait on; None: one of its own.
         opens: whether this is the first rendezvous of a world, which opens an epoch.
-        beforehand: called before this rank arrives; leaves something at the store.
+        beforehand: called before this rank arrives; leaves something at the store. It may raise
+            StoreLostError.
         let_go: called after a connection was lost; closes this rank's connections.
         tells_host: whether the launcher's numbers of the ranks on this host are those of `ranks`.
         **more: `about`, `call` and `limit`, as `Agreement` takes them.

@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import Store
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError
 from commgrid.layout.rank_text import unpack
 from commgrid.rendezvous.barriers import Barriers
-from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey, one
+from commgrid.rendezvous.op import Protocol, StoreLostError, WaitKey, single
 from commgrid.rendezvous.round import Decision, is_good
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
@@ -251,7 +251,7 @@ class Gate(Store):
         try:
             while True:
                 look = WaitKey(key, min(until, time.monotonic() + timeouts().beat))
-                if self._run(one(look)) is not None:
+                if self._run(single(look)) is not None:
                     return
                 self._check()
                 if time.monotonic() > until:

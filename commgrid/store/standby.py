@@ -21,7 +21,7 @@ from uuid import uuid4
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.rendezvous.op import Get, Put, StoreLostError, one
+from commgrid.rendezvous.op import Get, Put, StoreLostError, single
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, served
 from commgrid.store.driver import StoreDriver
@@ -71,7 +71,7 @@ def serve(towards: tuple[str, int] | None) -> Standby | None:
     try:
         server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         token = uuid4().hex
-        StoreDriver(server, 1).run(one(Put(_TOKEN, token.encode())))
+        StoreDriver(server, 1).run(single(Put(_TOKEN, token.encode())))
     except RuntimeError:
         return None
     own = None if towards is None else address_towards(*towards)
@@ -95,7 +95,7 @@ def connect(address: str, own: Standby | None) -> tuple[Any, Answer]:
     def meet() -> Any:
         limit = timedelta(seconds=timeouts().connect)
         store = TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False)
-        (found,) = StoreDriver(store, 1).run(one(Get((_TOKEN,))))
+        (found,) = StoreDriver(store, 1).run(single(Get((_TOKEN,))))
         return store if found == token.encode() else None
 
     asked = Asked(meet)
@@ -125,7 +125,7 @@ def _look(host: str, port: int) -> Answer | None:
 def ask(store: Any) -> Answer:
     """Whether a store answers."""
     try:
-        StoreDriver(store, 1).run(one(Get((_TOKEN,))))
+        StoreDriver(store, 1).run(single(Get((_TOKEN,))))
         return Answer.HERE
     except StoreLostError as lost:
         if lost.silent:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from commgrid.rendezvous.op import Get, one
+from commgrid.rendezvous.op import Get, single
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.client import Asked, NoThreadError
 from commgrid.store.driver import StoreDriver
@@ -107,7 +107,7 @@ def _listeners(group: dist.ProcessGroup) -> Iterator[tuple[_Address, dict[int, _
     """
     driver = StoreDriver(c10d._world.pg_map[group][1], group.size())
     for keys in zip(*(torch_gloo.addresses(group, of) for of in range(group.size())), strict=True):
-        values = driver.run(one(Get(keys)))
+        values = driver.run(single(Get(keys)))
         found = {
             rank: None if value is None else _Address.read(value)
             for rank, value in enumerate(values)

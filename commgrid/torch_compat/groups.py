@@ -25,7 +25,7 @@ from torch.distributed import distributed_c10d as c10d
 from commgrid.errors import CommGridError, PeerTimeoutError
 from commgrid.layout.ranks import RankSet
 from commgrid.planning.group_row import GroupOptions
-from commgrid.rendezvous.op import Drop, StoreLostError, one
+from commgrid.rendezvous.op import Drop, StoreLostError, single
 from commgrid.rendezvous.timeouts import timeouts
 from commgrid.store.driver import StoreDriver
 from commgrid.store.gate import Gate, Hearing
@@ -299,7 +299,7 @@ def forget_addresses(keys: Iterable[tuple[Any, str]]) -> None:
     """Delete addresses from their stores; a store that has gone keeps none."""
     with suppress(StoreLostError):
         for store, key in keys:
-            StoreDriver(store, 1, lambda: timeouts().leave).run(one(Drop((key,))))
+            StoreDriver(store, 1, lambda: timeouts().leave).run(single(Drop((key,))))
 
 
 def runs_on_gloo(group: dist.ProcessGroup) -> bool:

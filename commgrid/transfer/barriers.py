@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from commgrid.errors import CommGridError, PeerFailedError, PeerTimeoutError, TransferError
 from commgrid.rendezvous.barriers import Barriers
-from commgrid.rendezvous.op import Put, StoreLostError, one
+from commgrid.rendezvous.op import Put, StoreLostError, single
 from commgrid.rendezvous.round import Decision, is_good, said
 from commgrid.store.driver import StoreDriver
 from commgrid.torch_compat.world import Numbering
@@ -70,7 +70,7 @@ class TransferBarriers:
         """
         keys = {rank: f"{self._key}/{name}/said/{rank}" for rank in self.ranks}
         self._leftovers += keys.values()
-        self._driver.run(one(Put(keys[self.rank], mine.encode())))
+        self._driver.run(single(Put(keys[self.rank], mine.encode())))
         self.come(name, seconds, f"did not get as far as its {name}")
         found = self._driver.run(said(f"{self._key}/{name}", self.ranks))
         return {rank: text.decode() for rank, text in found.items()}

@@ -60,7 +60,7 @@ class Outline:
         ranks: Sequence[int],
         compares: bool,
     ) -> Outline:
-        """Agree on it; collective over the group.
+        """Tell all ranks of both sides, and plan; collective over the group.
 
         Args:
             source, target: this rank's parts of both sides.
@@ -82,6 +82,7 @@ class Outline:
         sent = SentLayouts(first.layouts)
         if any(one.converts for one in first.told):
             sent = at_first(
+                # None: this rank is not on the source, or has no convert=.
                 group, lambda: source.sent and source.sent.told, partial(sent.converted, ranks),
                 _failed,
             )  # fmt: skip

@@ -45,7 +45,7 @@ from commgrid.transfer.models import (
 from commgrid.transfer.sent_boxes import SentBoxes
 from commgrid.transfer.shared_boxes import SharedBoxes
 
-_OPTIONS = "optimizer.param_groups."
+_OPTIONS, _STATE = "optimizer.param_groups.", "optimizer.state."
 
 
 @dataclass
@@ -292,7 +292,7 @@ class TargetSide(OneSide):
         """
         self._told = frozenset(values)
         stored: dict[str, Form | None] = {
-            name if name.startswith("optimizer.") else f"model.{name}": form
+            name if name.startswith(_STATE) else f"model.{name}": form
             for name, form in forms.items()
         }
         self._stored = with_twins(stored | dict.fromkeys(self._told), self.ties)
