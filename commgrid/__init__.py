@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 
-from commgrid import earlier
 from commgrid.errors import (
     CheckpointError,
     CommGridError,
@@ -31,6 +30,8 @@ from commgrid.version import VERSION
 
 TYPE_CHECKING = False  # as type checkers know it; typing is slow to load
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
     from commgrid import trace
     from commgrid.call_analysis import verification as verify
     from commgrid.cost_model.cluster import Cluster
@@ -88,4 +89,17 @@ _MODULES = {"trace": "commgrid.trace", "verify": "commgrid.call_analysis.verific
 
 __getattr__, __dir__ = on_demand(globals(), _ON_DEMAND, _MODULES)
 
-sys.meta_path.append(earlier)  # asked when a module of the package is not found (PEP 451)
+
+class _EarlierPaths:
+    """Asks `earlier`, when a module of the package is not found (PEP 451)."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("commgrid."):
+            return None
+        from commgrid import earlier  # a program that uses today's names does not load it
+
+        return earlier.find_spec(name)
+
+
+sys.meta_path.append(_EarlierPaths)

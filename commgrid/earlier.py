@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 
 
 @cache
 def table() -> Mapping[str, Sequence[str]]:
     """By a module's earlier name, the modules that have its names now; none of a mere package."""
-    from pathlib import Path  # only a program that uses such a path reads the table
-
-    import yaml
+    import yaml  # only a program that uses such a path reads the table
 
     rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
     return {
@@ -28,11 +27,9 @@ def table() -> Mapping[str, Sequence[str]]:
     }
 
 
-def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+def find_spec(name: str) -> ModuleSpec | None:
     """The spec of a module by its earlier name; None: the table does not have it."""
-    if not name.startswith("commgrid.") or name not in table():
-        return None
-    return ModuleSpec(name, _Loader(), is_package=True)  # type: ignore[arg-type]
+    return ModuleSpec(name, _Loader(), is_package=True) if name in table() else None  # type: ignore[arg-type]
 
 
 class _Loader:

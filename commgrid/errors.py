@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class CommGridError(Exception):
     """Base of all commgrid errors; catch it to catch every one of them.
@@ -106,3 +109,12 @@ class ShapeError(CommGridError, ValueError):
 
     Fix: Pad it, or give the shape that is named.
     """
+
+
+@contextmanager
+def writing(what: str, kind: type[CommGridError] = SpecError) -> Iterator[None]:
+    """Within it, an error of the file system is one of commgrid's, of a file or an option."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: cannot be written: {error.strerror or error}") from error

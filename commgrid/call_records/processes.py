@@ -16,13 +16,13 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from commgrid.call_records import ring
-from commgrid.errors import CommGridError, SpecError
+from commgrid.errors import SpecError, writing
 from commgrid.layout.rank_text import describe_ranks
 
 NOTICED = 5.0
@@ -71,15 +71,6 @@ def write_whole(path: Path, data: bytes) -> None:
     half = path.with_name(f"{path.name}.half")
     half.write_bytes(data)
     half.rename(path)
-
-
-@contextmanager
-def writing(what: str, kind: type[CommGridError] = SpecError) -> Iterator[None]:
-    """Within it, an error of the file system is one of commgrid's, of a file or an option."""
-    try:
-        yield
-    except OSError as error:
-        raise kind(f"{what}: cannot be written: {error.strerror or error}") from error
 
 
 def is_caught(pid: int) -> bool:

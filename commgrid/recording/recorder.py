@@ -20,9 +20,15 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from commgrid.call_records.operations import TRANSFERS
-from commgrid.call_records.processes import boot, space_of_pids, started, write_whole, writing
+from commgrid.call_records.processes import boot, space_of_pids, started, write_whole
 from commgrid.call_records.ring import ENDED, STOPPED, Contents, Ring
-from commgrid.errors import CommGridError, GridMismatchError, PeerFailedError, PeerTimeoutError
+from commgrid.errors import (
+    CommGridError,
+    GridMismatchError,
+    PeerFailedError,
+    PeerTimeoutError,
+    writing,
+)
 from commgrid.recording.counts import Begun, CallCount, ChannelCounts
 from commgrid.recording.observed import ObservedGrid
 from commgrid.recording.places import Stacks, group_of

@@ -9,8 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from commgrid.call_records.processes import writing
-from commgrid.errors import CommGridError, SpecError
+from commgrid.errors import CommGridError, SpecError, writing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
