@@ -36,6 +36,9 @@ from commgrid.resharding.dtypes import keeps_numbers
 from commgrid.resharding.item import Item, Value
 from commgrid.resharding.layouts import Form
 
+_OF_THE_JOB = ("extra.", "extra_per_rank.")
+"""Beginnings of the names of the job's own values, without which weights load."""
+
 
 def missing_file(folder: Path, ends: Mapping[str, int]) -> str | None:
     """The first file that is not there, or not as long as the metadata says; None: all are.
@@ -225,7 +228,11 @@ class Stored:
         except Exception as error:  # torch raises what it comes upon
             raise CheckpointError(f"{self.folder} cannot be read: {error}") from error
         planner.bytes.finish()
-        return {key: planner.values[first] for key, first in planner.names.items()}
+        found = {key: planner.values[first] for key, first in planner.names.items()}
+        for key, value in found.items():  # which may have one place with a value of the job's
+            if isinstance(value, Unread) and not key.startswith(_OF_THE_JOB):
+                raise CheckpointError(f"{self.folder}: {value.why}")
+        return found
 
     def _archives(self, plan: Iterable[ReadItem]) -> Iterator[tuple[memoryview, list[ReadItem]]]:
         """Read each archive once, one after the other, into the same memory; with its reads.
@@ -346,12 +353,10 @@ class _Reads(Boxes):
             raise _damaged(key, "its beginning") from error
 
     def _value(self, key: str, content: memoryview) -> Any:
-        """The value in an archive; of the job's Unread where that fails: weights load without."""
+        """The value in an archive; Unread where that fails."""
         try:
             return read_value(key, io.BytesIO(content), self._trusted)
         except CheckpointError as error:
-            if not key.startswith(("extra.", "extra_per_rank.")):
-                raise
             return Unread(str(error))
 
 

@@ -270,11 +270,15 @@ class _Writes(DefaultSavePlanner):
         super().__init__()
         self.held: list[WriteItem] = []
         self._data: dict[MetadataIndex, Any] = {}
-        self._names: dict[int, list[MetadataIndex]] = {}  # by the value's id
+        self._names: dict[int | str, list[MetadataIndex]] = {}
         self.bytes, self._under_way = ByteCount(report), 0
         for item in items:
             if isinstance(item, Value):
-                index, names = MetadataIndex(item.key), self._names.setdefault(id(item.value), [])
+                # An option of a group has a name for each of its parameters; other values that are
+                # one object are read as several, since a module may write to what it is given.
+                is_option = item.key.startswith("optimizer.param_groups.")
+                index = MetadataIndex(item.key)
+                names = self._names.setdefault(id(item.value) if is_option else item.key, [])
                 names.append(index)
                 if len(names) == 1:
                     self.held.append(WriteItem(index, WriteItemType.BYTE_IO))

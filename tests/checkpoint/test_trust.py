@@ -169,6 +169,46 @@ def test_weights_load_without_an_extra_that_would_run_code(tmp_path: Path) -> No
     assert run_on_ranks(planted_extra, 2, str(tmp_path)) == [(True, {"epoch": 1}, False)] * 2
 
 
+def test_one_object_as_an_option_and_as_the_jobs_is_refused_as_the_option(
+    grid: Any, tmp_path: Path
+) -> None:
+    """Weights load without an extra, and an optimizer not without an option."""
+    model, optimizer = parts()
+    optimizer.param_groups[0]["clock"] = optimizer.defaults["clock"] = clock = Clock(1.0)
+    with pytest.warns(UserWarning, match=r"extra\.clock"):
+        checkpoint.save(tmp_path, 3, model, optimizer, extra={"clock": clock}, progress=False)
+    with pytest.raises(CheckpointError, match=r"optimizer\.param_groups\..*\.clock is more than"):
+        checkpoint.load(tmp_path, model, optimizer, progress=False)
+    assert optimizer.param_groups[0]["clock"] is clock
+    with pytest.warns(UserWarning, match="without extra"):
+        assert checkpoint.load(tmp_path, model, progress=False).extra == {}
+
+
+def test_an_option_at_the_place_of_an_extra_is_refused_as_the_option(
+    grid: Any, tmp_path: Path
+) -> None:
+    model, optimizer = parts()
+    with pytest.warns(UserWarning, match=r"extra\.clock"):
+        checkpoint.save(tmp_path, 3, model, optimizer, extra={"clock": Clock(1.0)}, progress=False)
+    path = tmp_path / "step_00000003" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    places = {index.fqn: index for index in metadata.storage_data}
+    option = next(index for key, index in places.items() if key.endswith(".lr"))
+    metadata.storage_data[option] = metadata.storage_data[places["extra.clock"]]
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointError, match=r"is more than tensors and plain values"):
+        checkpoint.load(tmp_path, model, optimizer, progress=False)
+    assert optimizer.param_groups[0]["lr"] == parts()[1].param_groups[0]["lr"]
+
+
+def test_values_that_are_one_object_load_as_several(grid: Any, tmp_path: Path) -> None:
+    model, both = parts()[0], [1, 2]
+    checkpoint.save(tmp_path, 3, model, extra={"one": both, "other": both}, progress=False)
+    found = checkpoint.load(tmp_path, model, progress=False).extra
+    assert found["one"] == found["other"] == both
+    assert found["one"] is not found["other"]
+
+
 def test_numpys_numbers_are_saved_as_pythons(grid: Any, tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     extra = {"best": numpy.float64(0.5), "seen": [numpy.int32(3), {"on": numpy.bool_(True)}]}
