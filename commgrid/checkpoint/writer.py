@@ -274,8 +274,8 @@ class _Writes(DefaultSavePlanner):
         self.bytes, self._under_way = ByteCount(report), 0
         for item in items:
             if isinstance(item, Value):
-                # An option of a group has a name for each of its parameters. Other values are stored
-                # once for each name: modules may change what they load.
+                # An option of a group has a name for each of its parameters. Other values are
+                # stored once for each name: modules may change what they load.
                 is_option = item.key.startswith("optimizer.param_groups.")
                 index = MetadataIndex(item.key)
                 names = self._names.setdefault(id(item.value) if is_option else item.key, [])

@@ -193,8 +193,8 @@ def test_an_option_at_the_place_of_an_extra_is_refused_as_the_option(
     path = tmp_path / "step_00000003" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     places = {index.fqn: index for index in metadata.storage_data}
-    option = next(index for key, index in places.items() if key.endswith(".lr"))
-    metadata.storage_data[option] = metadata.storage_data[places["extra.clock"]]
+    for key in [key for key in places if key.endswith(".lr")]:
+        metadata.storage_data[places[key]] = metadata.storage_data[places["extra.clock"]]
     path.write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"is more than tensors and plain values"):
         checkpoint.load(tmp_path, model, optimizer, progress=False)
